@@ -1,0 +1,23 @@
+"""Schedules as data: families, verification and interpretation. Knows neither FX nor torch.distributed."""
+
+from .families import FAMILIES, FAMILY_NAMES, build
+from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Stream, Wait
+from .verify import verify
+
+__all__ = [
+    "FAMILIES",
+    "FAMILY_NAMES",
+    "Action",
+    "Add",
+    "Compute",
+    "Kind",
+    "Post",
+    "Program",
+    "Recv",
+    "Schedule",
+    "Send",
+    "Stream",
+    "Wait",
+    "build",
+    "verify",
+]

@@ -1,0 +1,148 @@
+"""Run all programs of a schedule in one process, round-robin, with first-in-first-out links between the ranks.
+
+This is the semantics of a schedule. `verify` runs it on symbols, `interpret` on tensors; both see the same rules:
+a `Post` reads what it sends at once, the k-th send from a to b meets the k-th receive of b from a, a `Wait` blocks
+until the step's transfers are done.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from ..errors import ScheduleError
+from .ir import Action, Add, Compute, Kind, Post, Schedule, Wait
+
+V = TypeVar("V")
+
+
+class RankState(Generic[V]):
+    """What one rank holds while its program runs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.position = 0  # of the next action
+        self.ready: dict[int, V] = {}  # gather: slices that may be read
+        self.computed: dict[int, V] = {}  # results of the body, by slice
+        self.sums: dict[int, V] = {}  # reduce-scatter: running sums, by slice
+        self.in_flight: dict[int, tuple[Post, int]] = {}  # step -> (its post, its turn on the incoming link)
+        self.awaited: set[int] = set()  # steps
+        self.inbox: dict[int, tuple[int, V]] = {}  # step -> (slice, received sum) until it is added
+
+
+class World(Generic[V]):
+    """All ranks of a schedule in one process.
+
+    `compute(rank, slice, value)` runs the region's body: `value` is the slice in a gather and None in a reduce-scatter,
+    where the body returns the rank's partial sum. `add(a, b)` adds two partial sums.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        compute: Callable[[int, int, V | None], V],
+        add: Callable[[V, V], V],
+        own: Callable[[int], V] | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.compute = compute
+        self.add = add
+        self.programs = [schedule.program(rank) for rank in range(schedule.ranks)]
+        self.states: list[RankState[V]] = [RankState(rank) for rank in range(schedule.ranks)]
+        # (source, destination) -> everything sent on that link, and how many receives were posted on it
+        self.sent: dict[tuple[int, int], list[tuple[int, V]]] = defaultdict(list)
+        self.receives: dict[tuple[int, int], int] = defaultdict(int)
+        if schedule.kind is Kind.ALL_GATHER:
+            assert own is not None, "an all-gather starts from the slices that each rank owns"
+            for state in self.states:
+                state.ready = {s: own(s) for s in schedule.owned_by(state.rank)}
+
+    def fail(self, state: RankState[V], action: Action, what: str) -> ScheduleError:
+        s = self.schedule
+        return ScheduleError(
+            f"{s.kind} schedule {s.describe()!r} of {s.ranks} ranks: rank {state.rank}, "
+            f"action {state.position} {action}: {what}"
+        )
+
+    def run(self) -> list[RankState[V]]:
+        """Run to the end. Raises ScheduleError with the first offending action."""
+        progress = True
+        while progress:
+            progress = False
+            for state, program in zip(self.states, self.programs, strict=True):
+                while state.position < len(program) and self._step(state, program[state.position]):
+                    state.position += 1
+                    progress = True
+        for state, program in zip(self.states, self.programs, strict=True):
+            if state.position < len(program):
+                raise self.fail(
+                    state, program[state.position], "waits forever (a cyclic wait or a missing send)"
+                )
+        return self.states
+
+    def _step(self, state: RankState[V], action: Action) -> bool:
+        """Perform one action; False when it has to wait for another rank."""
+        match action:
+            case Compute(slice_):
+                self._compute(state, action, slice_)
+            case Post():
+                self._post(state, action)
+            case Wait(step):
+                return self._wait(state, action, step)
+            case Add(slice_, step):
+                received_slice, value = state.inbox.pop(step, (None, None))
+                if received_slice != slice_ or value is None:
+                    raise self.fail(state, action, "adds what this step did not receive, or adds it twice")
+                self._accumulate(state, slice_, value)
+        return True
+
+    def _compute(self, state: RankState[V], action: Action, slice_: int) -> None:
+        if slice_ in state.computed:
+            raise self.fail(state, action, "computes the slice a second time")
+        if self.schedule.kind is Kind.ALL_GATHER:
+            if slice_ not in state.ready:
+                raise self.fail(state, action, "computes a slice that has not been awaited")
+            state.computed[slice_] = self.compute(state.rank, slice_, state.ready[slice_])
+        else:
+            partial = self.compute(state.rank, slice_, None)
+            state.computed[slice_] = partial
+            self._accumulate(state, slice_, partial)
+
+    def _accumulate(self, state: RankState[V], slice_: int, value: V) -> None:
+        state.sums[slice_] = self.add(state.sums[slice_], value) if slice_ in state.sums else value
+
+    def _post(self, state: RankState[V], action: Post) -> None:
+        if action.step in state.in_flight or action.step in state.awaited:
+            raise self.fail(state, action, "posts the same step twice")
+        turn = -1
+        if action.send is not None:
+            held = state.ready if self.schedule.kind is Kind.ALL_GATHER else state.sums
+            if action.send.slice not in held:
+                raise self.fail(state, action, "sends a slice that it does not hold")
+            self.sent[state.rank, action.send.peer].append((action.send.slice, held[action.send.slice]))
+        if action.recv is not None:
+            turn = self.receives[action.recv.peer, state.rank]
+            self.receives[action.recv.peer, state.rank] += 1
+        state.in_flight[action.step] = (action, turn)
+
+    def _wait(self, state: RankState[V], action: Action, step: int) -> bool:
+        if step not in state.in_flight:
+            raise self.fail(state, action, "waits for a step that was not posted, or waits twice")
+        post, turn = state.in_flight[step]
+        if post.recv is not None:
+            arrived = self.sent[post.recv.peer, state.rank]
+            if len(arrived) <= turn:
+                return False
+            slice_, value = arrived[turn]
+            if slice_ != post.recv.slice:
+                raise self.fail(
+                    state, post, f"gets slice {slice_} from rank {post.recv.peer}, not the one expected"
+                )
+            if self.schedule.kind is Kind.ALL_GATHER:
+                state.ready[slice_] = value
+            else:
+                state.inbox[step] = (slice_, value)
+        del state.in_flight[step]
+        state.awaited.add(step)
+        return True

@@ -1,0 +1,47 @@
+"""A schedule as text: one line a step, compute beside the transfers that run under it."""
+
+from __future__ import annotations
+
+from .ir import Add, Compute, Kind, Post, Schedule, Wait
+
+
+def text_timeline(schedule: Schedule, rank: int) -> str:
+    """Draw the program of `rank`. A row is a compute step; the right column is what is in flight meanwhile."""
+    m = schedule.slices_per_rank
+
+    def name(slice_: int) -> str:
+        owner, part = divmod(slice_, m)
+        mark = "*" if owner == rank else ""
+        return f"{owner}{mark}" if m == 1 else f"{owner}.{part}{mark}"
+
+    def transfer(post: Post) -> str:
+        sent = f"send {name(post.send.slice)} -> rank {post.send.peer}" if post.send else ""
+        received = f"recv {name(post.recv.slice)} <- rank {post.recv.peer}" if post.recv else ""
+        return ", ".join(filter(None, (sent, received)))
+
+    rows: list[tuple[str, str]] = []
+    in_flight: dict[int, str] = {}
+    notes: list[str] = []
+    for action in schedule.program(rank):
+        match action:
+            case Post(step):
+                in_flight[step] = transfer(action)
+            case Wait(step):
+                notes.append(f"wait {step}")
+                in_flight.pop(step, None)
+            case Add(slice_, _):
+                notes.append(f"add to {name(slice_)}")
+            case Compute(slice_):
+                flying = "; ".join(f"[{step}] {what}" for step, what in in_flight.items())
+                rows.append((" ".join([*notes, f"compute {name(slice_)}"]), flying or "-"))
+                notes = []
+    if notes:
+        rows.append((" ".join(notes), "-"))
+    width = max(len("compute stream"), *(len(left) for left, _ in rows))
+    what = "slices gathered" if schedule.kind is Kind.ALL_GATHER else "partial sums scattered"
+    lines = [
+        f"{schedule.kind}, {schedule.describe()}, rank {rank} of {schedule.ranks}: {schedule.slices} {what} (* own)",
+        f"  {'compute stream':{width}}  | in flight meanwhile",
+        *(f"  {left:{width}}  | {right}" for left, right in rows),
+    ]
+    return "\n".join(lines) + "\n"

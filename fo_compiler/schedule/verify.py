@@ -1,0 +1,59 @@
+"""Check a schedule: what a rewrite relies on, checked before a graph is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..errors import ScheduleError
+from .execute import RankState, World
+from .ir import Kind, Schedule
+
+
+def verify(schedule: Schedule) -> None:
+    """Raise ScheduleError with the offending action, or return.
+
+    Holds afterwards: every rank computes every slice exactly once, and none before it arrived; every send meets one
+    receive of the same slice, in the order of the link; every transfer is awaited exactly once, before what it
+    brought is read; nothing waits in a cycle; and each owner of a reduce-scatter ends with the partial sum of every
+    rank exactly once.
+    """
+    gather = schedule.kind is Kind.ALL_GATHER
+    # A value is the multiset of (rank, slice) contributions it is made of.
+    world: World[tuple[tuple[int, int], ...]] = World(
+        schedule,
+        compute=lambda rank, slice_, value: ((rank, slice_),) if value is None else value,
+        add=lambda a, b: a + b,
+        own=lambda slice_: ((schedule.owner(slice_), slice_),),
+    )
+    for state in world.run():
+        _check_rank(schedule, state, gather)
+    for (source, destination), messages in world.sent.items():
+        received = world.receives[source, destination]
+        if len(messages) != received:
+            raise ScheduleError(
+                f"{schedule.kind} schedule {schedule.describe()!r}: rank {source} sends {len(messages)} slices "
+                f"to rank {destination}, which receives {received}"
+            )
+
+
+def _check_rank(schedule: Schedule, state: RankState[tuple[tuple[int, int], ...]], gather: bool) -> None:
+    def fail(what: str) -> ScheduleError:
+        return ScheduleError(
+            f"{schedule.kind} schedule {schedule.describe()!r} of {schedule.ranks} ranks: rank {state.rank} {what}"
+        )
+
+    missing = set(range(schedule.slices)) - state.computed.keys()
+    if missing:
+        raise fail(f"never computes slices {sorted(missing)}")
+    if state.in_flight:
+        raise fail(f"never waits for steps {sorted(state.in_flight)}")
+    if state.inbox:
+        raise fail(f"never adds what it received in steps {sorted(state.inbox)}")
+    if gather:
+        return
+    for slice_ in schedule.owned_by(state.rank):
+        contributions = Counter(state.sums[slice_])
+        if contributions != Counter((rank, slice_) for rank in range(schedule.ranks)):
+            raise fail(
+                f"ends with the contributions {dict(contributions)} for its slice {slice_}, not one of each rank"
+            )

@@ -1,0 +1,73 @@
+"""What the families build: the structure that the paper promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from fo_compiler.schedule import FAMILIES, Compute, Kind, Schedule, Wait, build
+from fo_compiler.schedule.ir import posts
+
+UNIFORM = [(kind, family) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) for family in ("ring", "direct")]
+
+
+def compute_order(schedule: Schedule, rank: int) -> list[int]:
+    return [action.slice for action in schedule.program(rank) if isinstance(action, Compute)]
+
+
+@pytest.mark.parametrize("kind,family", UNIFORM)
+def test_every_rank_sends_each_foreign_slice_once(kind: Kind, family: str) -> None:
+    schedule = build(kind, family, 5, 3)
+    for rank in range(5):
+        sent = [post for post in posts(schedule.program(rank)) if post.send]
+        assert len(sent) == (5 - 1) * 3
+
+
+def test_a_ring_only_talks_to_its_neighbours() -> None:
+    for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
+        for rank in range(6):
+            for post in posts(build(kind, "ring", 6, 2).program(rank)):
+                assert post.send and post.send.peer == (rank + 1) % 6
+                assert post.recv and post.recv.peer == (rank - 1) % 6
+
+
+def test_the_own_slice_is_first_in_a_gather_and_last_in_a_scatter() -> None:
+    for family in ("ring", "direct"):
+        assert compute_order(build(Kind.ALL_GATHER, family, 4, 2), 2)[:2] == [4, 5]
+        assert compute_order(build(Kind.REDUCE_SCATTER, family, 4, 2), 2)[-2:] == [4, 5]
+
+
+@pytest.mark.parametrize("kind,family", UNIFORM)
+def test_at_most_one_step_of_transfers_is_in_flight(kind: Kind, family: str) -> None:
+    m = 3
+    in_flight = 0
+    for action in build(kind, family, 6, m).program(1):
+        if isinstance(action, Wait):
+            in_flight -= 1
+        elif action in posts([action]):
+            in_flight += 1
+        assert in_flight <= m
+
+
+def test_the_program_of_a_rank_is_that_of_rank_0_shifted() -> None:
+    schedule = build(Kind.ALL_GATHER, "ring", 4)
+    assert compute_order(schedule, 0) == [0, 3, 2, 1]
+    assert compute_order(schedule, 3) == [3, 2, 1, 0]
+
+
+def test_an_unknown_family_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match="no schedule family 'spiral' for all_gather: expected one of .*ring"
+    ):
+        build(Kind.ALL_GATHER, "spiral", 4)
+
+
+@pytest.mark.parametrize("ranks,m", [(0, 1), (4, 0), (-1, 1)])
+def test_counts_below_one_are_refused(ranks: int, m: int) -> None:
+    with pytest.raises(ValueError, match="ranks >= 1"):
+        build(Kind.ALL_GATHER, "ring", ranks, m)
+
+
+def test_one_rank_needs_no_transfer() -> None:
+    for kind, families in FAMILIES.items():
+        for family in families:
+            assert posts(build(kind, family, 1, 2).program(0)) == []
