@@ -1,0 +1,1 @@
+"""How rewritten nodes become code."""

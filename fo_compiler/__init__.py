@@ -1,0 +1,50 @@
+"""fo-compiler: a torch.compile backend that hides communication under matmuls.
+
+    torch.compile(model, backend="flashoverlap")
+
+Importing this package is cheap; names load on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import FlashOverlapError, OptionError, TransferError
+    from .options import Options
+    from .passes.overlap_pass import FlashOverlapPass
+    from .records import Record, Report, explain, record
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FlashOverlapError": "errors",
+    "FlashOverlapPass": "passes.overlap_pass",
+    "OptionError": "errors",
+    "Options": "options",
+    "Record": "records",
+    "Report": "records",
+    "TransferError": "errors",
+    "explain": "records",
+    "record": "records",
+}
+__all__ = [
+    "FlashOverlapError",
+    "FlashOverlapPass",
+    "OptionError",
+    "Options",
+    "Record",
+    "Report",
+    "TransferError",
+    "explain",
+    "record",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,195 @@
+"""What was done with each collective, and why: one record a collective, shown to whoever asks.
+
+A compile publishes the records of a graph. They also travel inside the rewritten graph (the `announce` op), so that a
+graph that comes out of a cache, where no pass runs, publishes the same records when it first runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was done with one collective."""
+
+    graph: str
+    """`forward`, `backward` or `inference`."""
+    collective: str
+    """The op and the name of its node, as in `all_gather_into_tensor (all_gather_into_tensor_1)`."""
+    group_size: int
+    """Ranks in its process group; 0 where the group is not known."""
+    rewritten: bool
+    schedule: str | None
+    """The schedule of the rewritten region, as in `ring` or `direct x2` (two slices a rank)."""
+    region: tuple[str, ...]
+    """Names of the matmuls that run slice by slice; empty where the collective is left alone."""
+    reason: str
+
+    def __str__(self) -> str:
+        verb = f"rewritten ({self.schedule})" if self.rewritten else "left alone"
+        return f"{self.graph}: {self.collective}: {verb}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class GraphRecords:
+    """The records of one graph; `key` is a digest of them, the same wherever they are published from."""
+
+    records: tuple[Record, ...]
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(self._json().encode()).hexdigest()[:16]
+        object.__setattr__(self, "key", digest)
+
+    def _json(self) -> str:
+        return json.dumps([asdict(record) for record in self.records], separators=(",", ":"))
+
+    def to_payload(self) -> str:
+        """A string that a graph can carry: the key, then the records."""
+        return f"{self.key} {self._json()}"
+
+    @classmethod
+    def from_payload(cls, payload: str) -> GraphRecords:
+        rows = json.loads(payload.partition(" ")[2])
+        return cls(tuple(Record(**{**row, "region": tuple(row["region"])}) for row in rows))
+
+
+@dataclass
+class Report:
+    """The records of some compiles, each graph once. Prints as a table."""
+
+    graphs: dict[str, GraphRecords] = field(default_factory=dict)
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for graph in self.graphs.values() for record in graph.records]
+
+    @property
+    def rewritten(self) -> list[Record]:
+        return [record for record in self.records if record.rewritten]
+
+    def add(self, graph: GraphRecords) -> None:
+        self.graphs.setdefault(graph.key, graph)
+
+    def to_json(self) -> str:
+        """The records as a JSON list of objects, whose keys are the fields of `Record`."""
+        return json.dumps([asdict(record) for record in self.records], indent=2)
+
+    def __str__(self) -> str:
+        return format_table(self.records)
+
+
+def format_table(records: Sequence[Record], width: int = 150) -> str:
+    """The records as a table of at most `width` columns, reasons wrapped; the last line counts them."""
+    if not records:
+        return "no collectives: nothing was compiled, or the graphs have none\n"
+    header = ("graph", "collective", "ranks", "schedule", "matmuls", "why")
+    rows = [
+        (
+            record.graph,
+            record.collective.partition(" (")[2].rstrip(")") or record.collective,
+            str(record.group_size),
+            record.schedule or "left alone",
+            ", ".join(record.region) or "-",
+            record.reason,
+        )
+        for record in records
+    ]
+    caps = (10, 28, 5, 12, 34)
+    widths = [
+        min(cap, max(len(row[column]) for row in (header, *rows))) for column, cap in enumerate(caps)
+    ]
+    widths.append(max(20, width - sum(widths) - 2 * len(widths)))
+    lines: list[str] = []
+    for row in (header, tuple("-" * w for w in widths), *rows):
+        cells = [textwrap.wrap(cell, w) or [""] for cell, w in zip(row, widths, strict=True)]
+        for index in range(max(map(len, cells))):
+            parts = (cell[index] if index < len(cell) else "" for cell in cells)
+            lines.append("  ".join(f"{part:{w}}" for part, w in zip(parts, widths, strict=True)).rstrip())
+    done = sum(record.rewritten for record in records)
+    lines.append(f"{done} of {len(records)} collectives rewritten")
+    return "\n".join(lines) + "\n"
+
+
+_recorders: list[Report] = []
+_published: set[str] = set()
+
+
+def publish(graph: GraphRecords) -> None:
+    """Log the records, once a process, and hand them to every open `record()` block."""
+    for report in _recorders:
+        report.add(graph)
+    if graph.key in _published:
+        return
+    _published.add(graph.key)
+    done = sum(record.rewritten for record in graph.records)
+    log.info("%d of %d collectives of a graph rewritten", done, len(graph.records))
+    for record in graph.records:
+        log.debug("%s", record)
+
+
+def publish_payload(payload: str) -> None:
+    """Publish the records that a compiled graph carries; does next to nothing when they are known already."""
+    key = payload[:16]
+    if key in _published and all(key in report.graphs for report in _recorders):
+        return
+    publish(GraphRecords.from_payload(payload))
+
+
+@contextmanager
+def record() -> Iterator[Report]:
+    """Collect the records of everything that is compiled, or first runs out of a cache, inside the block.
+
+    Graphs with identical records appear once. A graph that was compiled before, and runs again inside the block, appears too.
+    """
+    report = Report()
+    _recorders.append(report)
+    try:
+        yield report
+    finally:
+        _recorders.remove(report)
+
+
+def explain(model: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
+    """Compile `model` for these arguments, run it forward and backward once, and report every collective.
+
+    The arguments are the model's; `options` are the backend's. All ranks have to call it together, since the model runs. It
+    leaves no gradient behind, and restores buffers and the random state. `model` itself is not compiled by it.
+    """
+    import copy
+
+    import torch
+
+    compiled = torch.compile(model, backend="flashoverlap", options=dict(options or {}))
+    buffers = {name: copy.copy(b.detach()).clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
+    with record() as report, torch.random.fork_rng():
+        output = compiled(*args, **kwargs)
+        leaves = torch.utils._pytree.tree_leaves(output)
+        roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        sources = [
+            leaf
+            for leaf in (
+                *torch.utils._pytree.tree_leaves((args, kwargs)),
+                *(model.parameters() if isinstance(model, torch.nn.Module) else ()),
+            )
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        if roots and sources:
+            torch.autograd.grad(
+                roots, sources, [torch.ones_like(root) for root in roots], allow_unused=True
+            )
+    if buffers:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+    return report

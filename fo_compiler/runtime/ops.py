@@ -1,0 +1,102 @@
+"""The ops that a rewritten graph calls.
+
+    recv = fo_compiler::exchange(send, dst, src, group, label)   post a send and a receive together; returns at once
+    data = fo_compiler::wait(recv, send)                         wait for both; `data` is `recv`, now filled
+    same = fo_compiler::announce(tensor, records)                publish the records of this graph, the first time
+
+`wait` takes the sent tensor too: it stays a live value of the graph until the transfer is done, so that no
+compiler reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on
+the wait, and no copy is made. Nothing is mutated, as far as the graph can see.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from ..errors import TransferError
+from ..records import publish_payload
+from .transport import Transfer, current_transport
+
+_LIBRARY = torch.library.Library("fo_compiler", "DEF")
+# A transfer is ordered by the graph, and takes any strides: what is sent is made contiguous below.
+_LIBRARY.define(
+    "exchange(Tensor send, int dst, int src, str group_name, str label) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+_LIBRARY.define("wait(Tensor(a) recv, Tensor sent) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
+_LIBRARY.define("announce(Tensor(a) anchor, str records) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
+
+_pending: dict[int, tuple[Transfer, str]] = {}  # address of the receive buffer -> its transfer
+_pending_lock = threading.Lock()
+
+
+def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
+    recv = torch.empty(send.shape, dtype=send.dtype, device=send.device)
+    try:
+        transfer = current_transport().post(
+            group_name,
+            (send.contiguous(), dst) if dst >= 0 else None,
+            (recv, src) if src >= 0 else None,
+        )
+    except RuntimeError as error:
+        raise _failure("could not be started", label, error) from error
+    with _pending_lock:
+        _pending[recv.data_ptr()] = (transfer, label)
+    return recv
+
+
+def _wait(recv: Tensor, sent: Tensor) -> Tensor:
+    with _pending_lock:
+        entry = _pending.pop(recv.data_ptr(), None)
+    if entry is None:
+        raise TransferError(
+            f"waited for a transfer that is not pending (a tensor of shape {tuple(recv.shape)}): "
+            "either it was awaited twice, or its exchange did not run."
+        )
+    transfer, label = entry
+    try:
+        transfer.wait()
+    except RuntimeError as error:
+        raise _failure("failed", label, error) from error
+    return recv
+
+
+def _failure(what: str, label: str, cause: BaseException) -> TransferError:
+    return TransferError(
+        f"transfer {what}: {label}. Cause: {cause}. A peer died, was too late for the process group's timeout, "
+        "or runs another program; look at the first error among the ranks."
+    )
+
+
+def _exchange_fake(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
+    return torch.empty(send.shape, dtype=send.dtype, device=send.device)
+
+
+def _announce(anchor: Tensor, records: str) -> Tensor:
+    publish_payload(records)
+    return anchor
+
+
+def _alias_fake(tensor: Tensor, _: object) -> Tensor:
+    return torch.ops.aten.alias.default(tensor)
+
+
+def pending_transfers() -> list[str]:
+    """Labels of the transfers in flight, for tests and for reports: empty between steps."""
+    with _pending_lock:
+        return [label for _, label in _pending.values()]
+
+
+_LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")
+_LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
+_LIBRARY.impl("announce", _announce, "CompositeExplicitAutograd")
+torch.library.register_fake("fo_compiler::exchange", _exchange_fake, lib=_LIBRARY)
+torch.library.register_fake("fo_compiler::wait", _alias_fake, lib=_LIBRARY)
+torch.library.register_fake("fo_compiler::announce", _alias_fake, lib=_LIBRARY)
+
+exchange = torch.ops.fo_compiler.exchange.default
+wait = torch.ops.fo_compiler.wait.default
+announce = torch.ops.fo_compiler.announce.default

@@ -1,0 +1,113 @@
+"""Check that a rewrite computes what the plain graph does, in one process: for tests of ours and of yours.
+
+    assert_equivalent(graph_module, inputs_of_each_rank)
+
+runs the graph with its plain collectives and the rewritten graph, each rank a thread, and compares every output.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .options import Options
+from .passes.overlap_pass import overlap
+from .records import GraphRecords
+from .runtime.local import LocalTransport, LocalWorld
+from .runtime.ops import pending_transfers
+from .runtime.transport import current_transport
+
+c10d = torch.ops._c10d_functional
+
+
+def _all_gather(values: list[Tensor], rank: int) -> Tensor:
+    return torch.cat(values)
+
+
+def _reduce(values: list[Tensor], op: str) -> Tensor:
+    # In float64, whatever the dtype: the plain result is the yardstick.
+    stacked = torch.stack([v.double() if v.is_floating_point() else v for v in values])
+    reduced = {"sum": stacked.sum, "avg": stacked.mean, "max": stacked.amax, "min": stacked.amin}[op](0)
+    return reduced.to(values[0].dtype)
+
+
+class LocalInterpreter(fx.Interpreter):
+    """Runs an FX graph as one rank of a LocalWorld: plain collectives meet the other threads."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
+            return self._collective(target, args)
+        return super().call_function(target, args, kwargs)
+
+    def _collective(self, target: Any, args: tuple[Any, ...]) -> Tensor:
+        transport = current_transport()
+        assert isinstance(transport, LocalTransport)
+        tensor: Tensor = args[0]
+        if target is c10d.wait_tensor.default:
+            return tensor
+        rank, size = transport.rank_and_size(args[-1])
+        values = transport.meet(args[-1], tensor)
+        if target is c10d.all_gather_into_tensor.default:
+            return torch.cat(values)
+        if target is c10d.all_reduce.default:
+            return _reduce(values, args[1])
+        if target is c10d.reduce_scatter_tensor.default:
+            block = tensor.shape[0] // size
+            return _reduce([v[rank * block : (rank + 1) * block] for v in values], args[1])
+        raise ValueError(f"{target}: not a collective that the in-process world knows")
+
+
+def run_ranks(
+    graph_of_rank: Callable[[int], fx.GraphModule], inputs: Sequence[Sequence[Any]], world: LocalWorld
+) -> list[Any]:
+    """The outputs of each rank's graph on its inputs, all ranks at the same time."""
+    return world.run(lambda rank: LocalInterpreter(graph_of_rank(rank)).run(*inputs[rank]))
+
+
+def rewrite_for_rank(gm: fx.GraphModule, options: Options, transport: LocalTransport) -> tuple[fx.GraphModule, GraphRecords]:
+    """A copy of a graph, rewritten as `transport`'s rank would; its nodes need fake tensors in `meta["val"]`."""
+    rewritten = copy.deepcopy(gm)
+    records = overlap(rewritten.graph, options, transport)
+    rewritten.recompile()
+    return rewritten, records
+
+
+def assert_equivalent(
+    gm: fx.GraphModule,
+    inputs: Sequence[Sequence[Any]],
+    options: Options | None = None,
+    world: LocalWorld | None = None,
+    rtol: float = 1e-12,
+    atol: float = 1e-12,
+) -> GraphRecords:
+    """Raise AssertionError unless the rewritten graph gives every rank what the plain graph gives.
+
+    `inputs[rank]` are the graph's inputs on that rank. Returns the records of rank 0, so that a test can also ask
+    what was rewritten. Every rank must come to the same records.
+    """
+    ranks = len(inputs)
+    options = options or Options(rewrite="always")
+    make = (lambda: copy.copy(world)) if world else (lambda: LocalWorld(ranks))
+    plain = run_ranks(lambda _: gm, inputs, make())
+    again = make()
+    again.__post_init__()
+    rewritten = [rewrite_for_rank(gm, options, again.transport(rank)) for rank in range(ranks)]
+    keys = {records.key for _, records in rewritten}
+    assert len(keys) == 1, f"the ranks decided differently: {[records for _, records in rewritten]}"
+    results = run_ranks(lambda rank: rewritten[rank][0], inputs, again)
+    for rank in range(ranks):
+        for index, (want, got) in enumerate(
+            zip(pytree.tree_leaves(plain[rank]), pytree.tree_leaves(results[rank]), strict=True)
+        ):
+            where = f"output {index} of rank {rank}"
+            torch.testing.assert_close(
+                got, want, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m, where=where: f"{where}: {m}"
+            )
+            assert got.stride() == want.stride(), f"{where}: strides {got.stride()}, expected {want.stride()}"
+    assert not pending_transfers(), pending_transfers()
+    return rewritten[0][1]

@@ -1,0 +1,133 @@
+"""The only module that touches private names of torch. Each one says where it lives and since when.
+
+Supported: torch 2.11 to 2.14. Importing this module is cheap: Inductor is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .errors import TorchVersionError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+OLDEST, NEWEST = (2, 11), (2, 14)
+
+if TORCH_VERSION < OLDEST:
+    raise TorchVersionError(
+        f"fo-compiler needs torch >= {OLDEST[0]}.{OLDEST[1]}, found {torch.__version__}. "
+        "Install a newer torch in this environment."
+    )
+
+
+def resolve_process_group(group_name: str) -> ProcessGroup:
+    """The process group with this name (torch.distributed.distributed_c10d, 2.11 to 2.14)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group_name)  # type: ignore[no-any-return, arg-type, unused-ignore]
+
+
+def group_members() -> dict[str, list[int]]:
+    """Name -> global ranks of every process group of this process (distributed_c10d._world, 2.11 to 2.14)."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return {}
+    from torch.distributed.distributed_c10d import _world
+
+    return {
+        _world.pg_names[group]: sorted(ranks, key=ranks.__getitem__) for group, ranks in _world.pg_group_ranks.items()
+    }
+
+
+def inductor_option_names() -> set[str]:
+    """Names of Inductor's configuration (torch._inductor.list_options is public, and slow to import)."""
+    import torch._inductor
+
+    return set(torch._inductor.list_options())
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's configuration for a torch.compile mode; raises RuntimeError, listing the modes, for an unknown one."""
+    import torch._inductor
+
+    return {} if mode in (None, "default") else dict(torch._inductor.list_mode_options(mode))
+
+
+def configured_post_passes() -> list[Callable[[fx.Graph], None]]:
+    """The custom post-grad passes that are configured globally: one before 2.13, one or a list since."""
+    import torch._inductor.config as config
+
+    return as_pass_list(config.post_grad_custom_post_pass)
+
+
+def as_pass_list(value: Any) -> list[Callable[[fx.Graph], None]]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: list[Any], config_patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """AOTAutograd and Inductor (torch._inductor.compile_fx, 2.11 to 2.14), with configuration for this compile alone."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=dict(config_patches))  # type: ignore[return-value]
+
+
+def inductor_pass_class() -> type:
+    """Base class of a custom Inductor pass (torch._inductor.custom_graph_pass, 2.11 to 2.14)."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
+    """Make Inductor run `node` after `dependencies`, without making it read them; returns the node that replaces it.
+
+    The control_deps operator (torch._inductor.fx_passes.control_dependencies, 2.11 to 2.14) calls a one-node subgraph.
+    That node gets no "val": Inductor would take the subgraph's output for a graph output and pin its strides, and a matmul
+    could no longer write into its part of a joined buffer.
+    """
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    graph, owner = node.graph, node.graph.owning_module
+    assert owner is not None
+    operands: list[fx.Node] = list(node.all_input_nodes)
+    body = fx.Graph(owner)
+    inner: dict[fx.Node, fx.Node] = {}
+    for index, operand in enumerate(operands):
+        inner[operand] = body.placeholder(f"arg_{index}")
+        inner[operand].meta.update(operand.meta)
+    call = body.call_function(
+        node.target,  # type: ignore[arg-type]
+        fx.map_arg(node.args, inner.__getitem__),
+        fx.map_arg(node.kwargs, inner.__getitem__),
+    )
+    call.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+    body.output(call)
+    attribute = f"fo_{node.name}"
+    setattr(owner, attribute, fx.GraphModule(owner, body))
+    with graph.inserting_before(node):
+        subgraph = graph.get_attr(attribute)
+        ordered = graph.call_function(control_deps, (tuple(dependencies), subgraph, *operands))
+    ordered.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
+    node.replace_all_uses_with(ordered)
+    name = node.name
+    graph.erase_node(node)
+    ordered.name = name
+    return ordered
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Write an artifact of the current compile for tlparse (torch._logging.trace_structured, 2.11 to 2.14)."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)

@@ -1,0 +1,197 @@
+"""The pass: every collective of a post-grad graph, to its record and, where it pays, to a rewritten region.
+
+    site -> region -> schedule -> rewrite,  one collective after the other;  then order, then a check
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch.fx import Graph, Node
+
+from ..dump import GraphDump
+from ..options import Options
+from ..records import GraphRecords, Record, format_table, publish
+from ..runtime import ops
+from ..runtime.transport import current_transport
+from ..schedule import Kind, Schedule, build, verify
+from ..torch_adapter import group_members, inductor_pass_class, trace_artifact
+from .graph_verifier import signature, verify_graph
+from .order import pin_order
+from .regions import Region, plan_region
+from .rewrite import rewrite_region
+from .separability import NotSeparable, shape_of, tensor_of
+from .sites import Groups, LeftAlone, Site, is_collective, site_of
+
+_SHORT = {Kind.ALL_GATHER: "ag", Kind.REDUCE_SCATTER: "rs"}
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One region that was rewritten: for the dumps."""
+
+    tag: str
+    region: Region
+    schedule: Schedule
+
+
+class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
+    """Inductor pass that does all of this package's work on a graph.
+
+    Use it alone as `torch.compile(model, options={"post_grad_custom_post_pass": FlashOverlapPass()})`; the backend
+    `flashoverlap` uses it too. `before` are custom passes that run first.
+    """
+
+    def __init__(
+        self, options: Options | None = None, before: tuple[Callable[[Graph], None], ...] = ()
+    ) -> None:
+        self.options = options or Options.create()
+        self.before = before
+
+    def __call__(self, graph: Graph) -> None:
+        for other in self.before:
+            other(graph)
+        overlap(graph, self.options, current_transport())
+
+    def uuid(self) -> bytes:
+        """What the compile cache tells two passes apart by: all that the rewritten graph depends on."""
+        parts = [
+            _source_digest(),
+            torch.__version__,
+            platform.python_version(),
+            repr(self.options),
+            repr(sorted(group_members().items())),
+            repr(_global_rank()),
+            *(repr(uuid()) for other in self.before if (uuid := getattr(other, "uuid", None))),
+        ]
+        if self.options.dump_dir is not None:
+            parts.append(_fresh_token())  # dumps are written by the pass: a cached graph would have none
+        return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+def overlap(graph: Graph, options: Options, groups: Groups) -> GraphRecords:
+    """Rewrite `graph` in place, and publish a record for each of its collectives."""
+    collectives = [node for node in graph.nodes if is_collective(node)]
+    if not collectives:
+        return GraphRecords(())
+    which = graph_kind(graph)
+    outputs_before = signature(graph)
+    dump = GraphDump.open(options.dump_dir, which, _global_rank(), graph)
+    records: list[Record] = []
+    done: list[Rewritten] = []
+    taken_out: dict[str, bool] = {}
+    for node in collectives:
+        record, rewritten = _handle(graph, node, which, options, groups, len(done))
+        records.append(record)
+        taken_out[node.name] = rewritten is not None
+        if rewritten is not None:
+            done.append(rewritten)
+    published = GraphRecords(tuple(records))
+    _announce(graph, published)
+    verify_graph(graph, outputs_before, taken_out)
+    if dump is not None:
+        dump.finish(graph, [(r.tag, r.schedule, r.region.site.rank) for r in done], published)
+    if done:
+        pin_order(graph)
+        graph.lint()
+    trace_artifact(f"fo_compiler_{which}_records", lambda: format_table(published.records))
+    publish(published)
+    return published
+
+
+def graph_kind(graph: Graph) -> str:
+    """`forward`, `backward` or `inference`, by the names that AOTAutograd gives the inputs."""
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    if any(name.startswith("tangents") for name in names):
+        return "backward"
+    return "forward" if any(name.startswith("primals") for name in names) else "inference"
+
+
+def _handle(
+    graph: Graph, node: Node, which: str, options: Options, groups: Groups, number: int
+) -> tuple[Record, Rewritten | None]:
+    """One collective: its record, and the region if it was rewritten."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = f"{node.target._opname} ({node.name})"
+    site = site_of(node, groups)
+    if isinstance(site, LeftAlone):
+        return Record(which, name, site.ranks, False, None, (), site.reason), None
+    if options.rewrite == "never":
+        return Record(which, name, site.ranks, False, None, (), "option rewrite='never'"), None
+    try:
+        region = plan_region(site, options.slices_per_rank or 1)
+    except NotSeparable as refusal:
+        return Record(which, name, site.ranks, False, None, (), f"{refusal} [{_describe(site)}]"), None
+    schedule = _choose(site, region, options)
+    verify(schedule)
+    tag = f"{_SHORT[site.kind]}{number}"
+    matmuls = tuple(node.name for node in region.matmuls)
+    reason = f"{_describe(site)}: {region.slices} slices, each transfer under a slice of {', '.join(matmuls)}"
+    rewrite_region(graph, region, schedule, tag)
+    record = Record(which, name, site.ranks, True, schedule.describe(), matmuls, reason)
+    return record, Rewritten(tag, region, schedule)
+
+
+def _describe(site: Site) -> str:
+    dtype = str(tensor_of(site.value).dtype).removeprefix("torch.")
+    return f"{dtype}{list(shape_of(site.value))} along dim {site.dim}, group {site.group_name!r} of {site.ranks}"
+
+
+def _choose(site: Site, region: Region, options: Options) -> Schedule:
+    """The schedule of a region: the forced family, or the one that is exact and equally fast."""
+    family = options.schedule
+    if family == "auto":
+        # Direct sums all partial results in float32 with one rounding; a ring rounds at every hop.
+        low_precision = tensor_of(site.value).dtype in (torch.float16, torch.bfloat16)
+        family = "direct" if site.kind is Kind.REDUCE_SCATTER and low_precision else "ring"
+    return build(site.kind, family, site.ranks, region.slices_per_rank)
+
+
+def _announce(graph: Graph, published: GraphRecords) -> None:
+    """Let the graph carry its records, in front of what the first transfer or collective sends."""
+    first = next(
+        (n for n in graph.nodes if n.target is ops.exchange or (is_collective(n) and n.all_input_nodes)), None
+    )
+    if first is None:
+        return
+    anchor = first.all_input_nodes[0]
+    if not isinstance(anchor.meta.get("val"), torch.Tensor):
+        return
+    with graph.inserting_before(first):
+        node = graph.create_node(
+            "call_function", ops.announce, (anchor, published.to_payload()), name="fo_records"
+        )
+    node.meta["val"] = torch.ops.aten.alias.default(anchor.meta["val"])
+    readers = [first, *(first.users if first.target is ops.exchange else ())]  # a wait names what was sent, too
+    for reader in readers:
+        reader.replace_input_with(anchor, node)
+
+
+def _global_rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    """Digest of every source file of this package: another version never gets our cached code."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parent.parent
+    roots = [Path(ops.__file__).resolve().parent.parent, Path(__file__).resolve().parent, package / "codegen"]
+    for path in sorted({path for root in roots for path in root.rglob("*.py")}):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _fresh_token() -> str:
+    import secrets
+
+    return secrets.token_hex(8)

@@ -1,0 +1,253 @@
+"""Separable regions: what runs slice by slice around one site.
+
+A region grows node by node, downstream from an all-gather and upstream from a reduce-scatter, as far as the rules carry
+the cut and up to the first matmuls on each path; then it is trimmed to what the matmuls need. Pointwise work behind a
+gathered matmul, or before a scattered one, stays outside, where Inductor fuses it over the whole tensor.
+
+A region is convex: no input of it depends on it. So it can be computed in one place of the program.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from ..schedule import Kind
+from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, rule_of
+from .separability import Cut, NotSeparable, Split, shape_of, slice_size
+from .sites import Site
+
+
+@dataclass
+class Region:
+    """The nodes that run slice by slice, in graph order, and how each is cut.
+
+    `cuts` has every sliced tensor of the region: the site's value and the outputs of the members; those of a member
+    whose output is a sum over slices are absent. `outputs` are read outside, and are joined (or summed) there.
+    """
+
+    site: Site
+    slices_per_rank: int
+    members: list[Node] = field(default_factory=list)
+    splits: dict[Node, Split] = field(default_factory=dict)
+    cuts: dict[Node, Cut] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)  # why the region did not grow further
+
+    @property
+    def slices(self) -> int:
+        return self.site.ranks * self.slices_per_rank
+
+    @property
+    def matmuls(self) -> list[Node]:
+        return [node for node in self.members if node.target in MATMULS]
+
+    @property
+    def is_gather(self) -> bool:
+        return self.site.kind is Kind.ALL_GATHER
+
+    def read_outside(self) -> tuple[list[Node], set[Node]]:
+        """The sliced tensors that are joined (or summed) for readers outside, and the members that stay for that.
+
+        Where a view of another member is read outside, the view stays in the graph as it is and reads the joined tensor:
+        a matmul can write its slice in place of the joined buffer, a view of it cannot.
+        """
+        inside = {*self.members, self.site.collective, self.site.wait}
+        for node in reversed(self.site.glue):
+            if self.is_gather or all(user in inside for user in node.users):
+                inside.add(node)
+        start = [self.site.value] if self.is_gather else []
+        outputs: list[Node] = []
+        kept: set[Node] = set()
+        for node in reversed([*start, *self.members]):
+            if all(user in inside and user not in kept for user in node.users):
+                continue
+            if node.target in VIEWS and node.args[0] in self.splits:
+                kept.add(node)
+            else:
+                outputs.append(node)
+        return outputs[::-1], kept
+
+    def replaced(self) -> set[Node]:
+        """The nodes that the rewrite takes out of the graph: the collective, members, and glue that nothing else reads."""
+        site = self.site
+        _, kept = self.read_outside()
+        dead = {*self.members, site.collective, site.wait} - kept
+        for node in reversed(site.glue):
+            if self.is_gather or all(user in dead for user in node.users):
+                dead.add(node)
+        return dead | ({site.value} if self.is_gather else set())
+
+
+def plan_region(site: Site, slices_per_rank: int) -> Region:
+    """Grow the region of a site, cut in at most `slices_per_rank` slices a rank.
+
+    Raises NotSeparable, with the reasons met on the way, if no matmul can be reached.
+    """
+    reasons: list[str] = []
+    for m in _divisors(site, slices_per_rank):
+        region = Region(site, m)
+        try:
+            (_grow_downstream if region.is_gather else _grow_upstream)(region)
+            if region.matmuls:
+                return region
+            reasons = reasons or region.refusals
+        except NotSeparable as refusal:
+            reasons = reasons or [str(refusal)]
+    raise NotSeparable("; ".join(dict.fromkeys(reasons)) or _no_matmul(site))
+
+
+def _no_matmul(site: Site) -> str:
+    where = "reads the gathered tensor" if site.kind is Kind.ALL_GATHER else "produces the summed tensor"
+    return f"no matmul {where}: there is nothing to hide the transfer under"
+
+
+def _divisors(site: Site, at_most: int) -> list[int]:
+    """The numbers of slices a rank to try: the largest that divides the shard evenly first."""
+    size = shape_of(site.value)[site.dim]
+    if size == 0 or size % site.ranks:
+        raise NotSeparable(f"size {size} of dim {site.dim} does not divide by the {site.ranks} ranks of the group")
+    return [m for m in range(at_most, 0, -1) if (size // site.ranks) % m == 0]
+
+
+def _is_taken(node: Node) -> bool:
+    return "fo" in node.meta
+
+
+def _grow_downstream(region: Region) -> None:
+    """Visit what depends on the gathered tensor, in graph order; stop when no more direct reader is left to ask."""
+    site, n = region.site, region.slices
+    start = Cut(site.dim)
+    slice_size(shape_of(site.value), start, n)
+    region.cuts[site.value] = start
+    frontier: list[Node] = []
+    seen: set[Node] = set()
+    readers: set[Node] = set()  # of a cut tensor, not yet visited
+    outside: set[Node] = set()  # depends on the region, and is not in it
+
+    def push(node: Node, is_reader: bool) -> None:
+        for user in node.users:
+            if is_reader and user.op != "output":
+                readers.add(user)
+            if user not in seen:
+                seen.add(user)
+                heapq.heappush(frontier, user)
+
+    push(site.value, True)
+    while readers:
+        node = heapq.heappop(frontier)
+        is_reader = node in readers
+        readers.discard(node)
+        try:
+            if not is_reader:
+                raise NotSeparable("")
+            split = _try_member(region, node, outside)
+        except NotSeparable as refusal:
+            if str(refusal):
+                region.refusals.append(str(refusal))
+            outside.add(node)
+            push(node, False)
+            continue
+        region.members.append(node)
+        region.splits[node] = split
+        if split.output is not None:
+            region.cuts[node] = split.output
+        push(node, split.output is not None and node.target not in MATMULS)
+    _trim(region, toward_matmuls=True)
+
+
+def _try_member(region: Region, node: Node, outside: set[Node]) -> Split:
+    if _is_taken(node):
+        raise NotSeparable(f"{node.name} already runs slice by slice in another region")
+    cuts = {operand: region.cuts[operand] for operand in node.all_input_nodes if operand in region.cuts}
+    blocking = [o.name for o in node.all_input_nodes if o in outside or (o in region.splits and o not in region.cuts)]
+    if blocking:
+        raise NotSeparable(f"{node.name} also reads {blocking[0]}, which needs the whole gathered tensor first")
+    split = rule_of(node).from_inputs(node, cuts, region.slices)
+    if split.output is None and node.target not in ADD_PRODUCT and node.target is not aten.sum.dim_IntList:
+        raise NotSeparable(f"{node.name}: no way to add up the partial results of {node.target}")
+    _check_outside_inputs(split, region)
+    return split
+
+
+def _check_outside_inputs(split: Split, region: Region) -> None:
+    for operand, cut in split.inputs.items():
+        slice_size(shape_of(operand), cut, region.slices)
+        if operand not in region.cuts and not isinstance(operand.meta.get("val"), torch.Tensor):
+            raise NotSeparable(f"{operand.name} yields several tensors, and they are not cut")
+
+
+def _grow_upstream(region: Region) -> None:
+    """Visit what the scattered tensor depends on, in reverse graph order, while a wanted cut is left to be carried on."""
+    site, n = region.site, region.slices
+    slice_size(shape_of(site.value), Cut(site.dim), n)
+    wanted: dict[Node, Cut] = {site.value: Cut(site.dim)}
+    whole: set[Node] = set()  # the region depends on it, and reads it whole or on a path that is not cut
+    frontier: list[_Latest] = [_Latest(site.value)]
+    seen: set[Node] = {site.value}
+    pending = {site.value}
+    while pending:
+        node = heapq.heappop(frontier).node
+        pending.discard(node)
+        members_before = len(region.members)
+        if node in wanted:
+            try:
+                if node in whole:
+                    raise NotSeparable(f"{node.name} is also read whole on the way to the collective")
+                if any(user in whole for user in node.users):
+                    raise NotSeparable(f"{node.name} is also read on a path to the collective that is not cut")
+                if _is_taken(node):
+                    raise NotSeparable(f"{node.name} already runs slice by slice in another region")
+                split = rule_of(node).from_output(node, wanted[node], n)
+                if any(wanted.get(operand, cut) != cut for operand, cut in split.inputs.items()):
+                    raise NotSeparable(f"an input of {node.name} would have to be cut along two dims at once")
+                for operand, cut in split.inputs.items():
+                    slice_size(shape_of(operand), cut, n)
+                region.members.append(node)
+                region.splits[node] = split
+                region.cuts[node] = wanted[node]
+            except NotSeparable as refusal:
+                region.refusals.append(str(refusal))
+        is_member = len(region.members) > members_before
+        if not is_member:
+            whole.add(node)
+        for operand in node.all_input_nodes:
+            if is_member and operand not in region.splits[node].inputs:
+                whole.add(operand)
+            elif is_member and node.target not in MATMULS:
+                wanted[operand] = region.splits[node].inputs[operand]
+                pending.add(operand)
+            if operand not in seen:
+                seen.add(operand)
+                heapq.heappush(frontier, _Latest(operand))
+    region.members.reverse()
+    _trim(region, toward_matmuls=False)
+
+
+@dataclass(order=False)
+class _Latest:
+    """Heap order: the node that comes last in the graph first."""
+
+    node: Node
+
+    def __lt__(self, other: _Latest) -> bool:
+        return other.node < self.node
+
+
+def _trim(region: Region, toward_matmuls: bool) -> None:
+    """Keep the matmuls and what leads to them (gather) or from them (scatter), and sums of the gathered tensor."""
+    kept: set[Node] = set()
+    order: Iterable[Node] = reversed(region.members) if toward_matmuls else region.members
+    for node in order:
+        is_sum = node not in region.cuts
+        neighbours = node.users if toward_matmuls else node.all_input_nodes
+        if node.target in MATMULS or is_sum or any(other in kept for other in neighbours):
+            kept.add(node)
+    region.members = [node for node in region.members if node in kept]
+    region.splits = {node: region.splits[node] for node in region.members}
+    region.cuts = {
+        node: cut for node, cut in region.cuts.items() if node in kept or (region.is_gather and node is region.site.value)
+    }

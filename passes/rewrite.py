@@ -1,0 +1,335 @@
+"""Rewrite a region: its schedule, for this rank, as FX nodes.
+
+Every slice, transfer, wait and add becomes a node with a name that says where it belongs (`ag0_s2_mm`: region ag0,
+step 2, from node mm), and `node.meta["fo"]` holds its region, step, slice and stream. The graph stays functional; any
+tool that reads FX graphs reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Graph, Node
+
+from ..runtime import ops
+from ..schedule import Add, Compute, Post, Schedule, Stream, Wait
+from .regions import Region
+from .rules import ADD_PRODUCT, SHAPE_ARGUMENT, aten, prims
+from .separability import Cut, local_shape, shape_of, tensor_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rewritten node belongs; kept in `node.meta["fo"]`."""
+
+    region: str
+    step: int
+    stream: Stream
+    slice: int | None = None
+    pinned: bool = False  # its place in the order of the program is part of the schedule
+
+
+def rewrite_region(graph: Graph, region: Region, schedule: Schedule, tag: str) -> None:
+    """Replace `region` by the program of this rank. The graph is valid before and after; nodes keep their values."""
+    replaced = region.replaced()
+    last = max(replaced)
+    after = last.next
+    dependents = _dependents(replaced, after)
+    writer = _Writer(graph, region, schedule, tag, after)
+    results = writer.run()
+    for node in dependents:  # those that read the region came between its nodes: now they come behind it
+        after.prepend(node)
+    for node, result in results.items():
+        node.replace_all_uses_with(result, propagate_meta=False)
+    for node in sorted(replaced, reverse=True):
+        graph.erase_node(node)
+
+
+def _dependents(replaced: set[Node], after: Node) -> list[Node]:
+    """The nodes between the region's first and last that depend on it, in order."""
+    found: dict[Node, None] = {}
+    node = min(replaced).next
+    while node is not after:
+        if node not in replaced and any(o in replaced or o in found for o in node.all_input_nodes):
+            found[node] = None
+        node = node.next
+    return list(found)
+
+
+class _Writer:
+    """Turns the actions of one rank into nodes, in front of `after`."""
+
+    def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, after: Node) -> None:
+        self.graph = graph
+        self.region = region
+        self.site = region.site
+        self.schedule = schedule
+        self.tag = tag
+        self.after = after
+        self.step = 0
+        self.pieces: dict[Node, dict[int, Node]] = {node: {} for node in region.read_outside()[0]}  # by slice
+        self.totals: dict[Node, Node] = {}  # outputs that are sums over slices, so far
+        self.arrived: dict[int, Node] = {}  # gather: slices at hand
+        self.sums: dict[int, Node] = {}  # scatter: running sums
+        self.transfers: dict[int, tuple[Node, Node, Post]] = {}  # step -> receive buffer, what was sent, its post
+        self.received: dict[int, Node] = {}  # scatter: step -> awaited partial sum
+        self.outside: dict[tuple[Node, Cut, int], Node] = {}  # slices of tensors from outside the region
+
+    # --- the program ------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[Node, Node]:
+        """Write the program; the answer says what replaces each node that is read outside."""
+        if self.region.is_gather:
+            self._own_slices()
+        for action in self.schedule.program(self.site.rank):
+            match action:
+                case Compute(slice_):
+                    self._compute(slice_)
+                    self.step += 1
+                case Post():
+                    self._post(action)
+                case Wait(step):
+                    self._wait(step)
+                case Add(slice_, step):
+                    self._accumulate(slice_, self.received.pop(step))
+        results = {node: self._join(node) for node in self.pieces if node not in self._summed}
+        results.update(self.totals)
+        if not self.region.is_gather:
+            results[self.site.wait] = self._scattered_result()
+        return results
+
+    @property
+    def _summed(self) -> set[Node]:
+        return {node for node in self.region.members if node not in self.region.cuts}
+
+    def _own_slices(self) -> None:
+        shard, m, dim = self.site.shard, self.region.slices_per_rank, self.site.dim
+        own = self.schedule.owned_by(self.site.rank)
+        if m == 1:
+            self.arrived[own[0]] = shard
+            return
+        size = shape_of(shard)[dim] // m
+        for part, slice_ in enumerate(own):
+            self.arrived[slice_] = self._emit(
+                f"own{part}", aten.slice.Tensor, (shard, dim, part * size, (part + 1) * size), slice_
+            )
+
+    def _compute(self, slice_: int) -> None:
+        region = self.region
+        local: dict[Node, Node] = {}
+        if region.is_gather:
+            local[self.site.value] = self.arrived[slice_]
+        for node in region.members:
+            summed = node not in region.cuts
+            local[node] = self._local(node, slice_, local, self.totals.get(node) if summed else None)
+            if summed:
+                self.totals[node] = local[node]
+        for node, pieces in self.pieces.items():
+            pieces[slice_] = local[node]
+        if not region.is_gather:
+            self._accumulate(slice_, local[self.site.value])
+
+    def _local(self, node: Node, slice_: int, local: dict[Node, Node], total: Node | None) -> Node:
+        """One member on one slice; with `total`, added to the sum so far."""
+        split = self.region.splits[node]
+
+        def operand(source: Node) -> Node:
+            if source in local:
+                return local[source]
+            if source in split.inputs:
+                return self._slice_of(source, split.inputs[source], slice_)
+            return source
+
+        args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+        target = aten.reshape.default if node.target is aten.view.default else node.target
+        if node.target in SHAPE_ARGUMENT:
+            assert split.output is not None
+            shape = local_shape(shape_of(node), split.output, self.region.slices)
+            args = (args[0], shape, *args[2:])
+        pinned = node.target in ADD_PRODUCT or node.target is aten.linear.default
+        if total is not None and node.target in ADD_PRODUCT:
+            target, args = ADD_PRODUCT[node.target], (total, *args[-2:])
+            kwargs = {key: value for key, value in kwargs.items() if key == "alpha"}
+            total = None
+        result = self._emit(node.name, target, args, slice_, kwargs=kwargs, source=node, pinned=pinned)
+        if total is not None:
+            result = self._emit(f"{node.name}_total", aten.add.Tensor, (total, result), slice_)
+        return result
+
+    def _slice_of(self, source: Node, cut: Cut, slice_: int) -> Node:
+        """A slice of a tensor from outside the region, cut once for all members that read it."""
+        key = (source, cut, slice_)
+        if key not in self.outside:
+            shape, n = shape_of(source), self.region.slices
+            size = shape[cut.dim] // (cut.outer * n)
+            where, dim = source, cut.dim
+            if cut.outer > 1:
+                rows = [*shape[:dim], cut.outer, n * size, *shape[dim + 1 :]]
+                where, dim = self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_), dim + 1
+            piece = self._emit(
+                f"{source.name}_slice", aten.slice.Tensor, (where, dim, slice_ * size, (slice_ + 1) * size), slice_
+            )
+            if cut.outer > 1:
+                flat = local_shape(shape, cut, n)
+                piece = self._emit(f"{source.name}_slice", aten.reshape.default, (piece, flat), slice_)
+            self.outside[key] = piece
+        return self.outside[key]
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _post(self, post: Post) -> None:
+        held = self.arrived if self.region.is_gather else self.sums
+        slice_ = post.send.slice if post.send else post.recv.slice if post.recv else 0
+        if post.send is not None:
+            sent = self._as_dtype(held[post.send.slice], tensor_of(self.site.value).dtype, slice_)
+        else:
+            sent = next(iter(held.values()))  # nothing is sent: it only says what is received looks like
+        dst = post.send.peer if post.send else -1
+        src = post.recv.peer if post.recv else -1
+        label = (
+            f"region {self.tag} ({self.site.collective.name}), step {post.step}, group {self.site.group_name!r}: "
+            f"rank {self.site.rank} sends to {dst}, receives from {src}"
+        )
+        buffer = self._emit(
+            "exchange",
+            ops.exchange,
+            (sent, dst, src, self.site.group_name, label),
+            slice_,
+            stream=Stream.COMM,
+            step=post.step,
+            pinned=True,
+        )
+        self.transfers[post.step] = (buffer, sent, post)
+
+    def _wait(self, step: int) -> None:
+        buffer, sent, post = self.transfers.pop(step)
+        slice_ = post.recv.slice if post.recv else 0
+        data = self._emit("wait", ops.wait, (buffer, sent), slice_, step=step, pinned=True)
+        if post.recv is None:
+            return
+        if self.region.is_gather:
+            self.arrived[post.recv.slice] = data
+        else:
+            self.received[step] = data
+
+    # --- sums -------------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, slice_: int, value: Node) -> None:
+        """Add to a running sum; 16-bit sums are held in float32 until they are sent or done."""
+        if slice_ not in self.sums:
+            self.sums[slice_] = value
+            return
+        dtype = tensor_of(self.site.value).dtype
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        terms = tuple(self._as_dtype(term, wide, slice_) for term in (self.sums[slice_], value))
+        self.sums[slice_] = self._emit("add", aten.add.Tensor, terms, slice_)
+
+    def _as_dtype(self, node: Node, dtype: torch.dtype, slice_: int) -> Node:
+        if tensor_of(node).dtype == dtype:
+            return node
+        return self._emit("cast", prims.convert_element_type.default, (node, dtype), slice_)
+
+    def _scattered_result(self) -> Node:
+        site = self.site
+        parts = []
+        for slice_ in self.schedule.owned_by(site.rank):
+            total = self.sums[slice_]
+            if site.averages:
+                total = self._emit("mean", aten.div.Tensor, (total, site.ranks), slice_)
+            parts.append(self._as_dtype(total, tensor_of(site.value).dtype, slice_))
+        joined = parts[0] if len(parts) == 1 else self._emit("result", aten.cat.default, (parts, site.dim), None)
+        return self._with_strides_of(site.wait, joined)
+
+    # --- outputs ----------------------------------------------------------------------------------------------------
+
+    def _join(self, node: Node) -> Node:
+        """The whole tensor from its slices, written in place of each other.
+
+        With `outer` repetitions the joined buffer keeps the slices one behind the other, so that a matmul can still write
+        its slice in place, and a view puts the rows in order: free for the pointwise op that reads it.
+        """
+        cut, n = self.region.cuts[node], self.region.slices
+        pieces = [self.pieces[node][slice_] for slice_ in range(n)]
+        joined = self._emit(f"join_{node.name}", aten.cat.default, (pieces, cut.dim), None)
+        if cut.outer > 1:
+            shape, dim = shape_of(node), cut.dim
+            size = shape[dim] // (cut.outer * n)
+            rows = [*shape[:dim], n, cut.outer, size, *shape[dim + 1 :]]
+            order = list(range(len(rows)))
+            order[dim], order[dim + 1] = dim + 1, dim
+            for target, argument in (
+                (aten.reshape.default, rows),
+                (aten.permute.default, order),
+                (aten.reshape.default, list(shape)),
+            ):
+                joined = self._emit(f"join_{node.name}", target, (joined, argument), None)
+        return self._with_strides_of(node, joined)
+
+    def _with_strides_of(self, original: Node, result: Node) -> Node:
+        """Give `result` the strides of `original`, where they are those of a permuted contiguous tensor."""
+        wanted, got = tensor_of(original), tensor_of(result)
+        if wanted.stride() == got.stride():
+            return result
+        order = sorted(range(wanted.dim()), key=lambda dim: (-wanted.stride(dim), dim))
+        if wanted.permute(order).is_contiguous():
+            name = f"strides_{original.name}"
+            back = [order.index(dim) for dim in range(len(order))]
+            result = self._emit(name, aten.permute.default, (result, order), None)
+            result = self._emit(name, aten.clone.default, (result,), None, kwargs=_CONTIGUOUS)
+            result = self._emit(name, aten.permute.default, (result, back), None)
+        return result
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def _emit(
+        self,
+        name: str,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        slice_: int | None,
+        *,
+        kwargs: dict[str, Any] | None = None,
+        step: int | None = None,
+        stream: Stream = Stream.COMPUTE,
+        source: Node | None = None,
+        pinned: bool = False,
+    ) -> Node:
+        if target is aten.reshape.default:
+            same = _undone_reshape(args)
+            if same is not None:
+                return same
+        step = self.step if step is None else step
+        infix = "" if slice_ is None else f"_s{step}"
+        kwargs = kwargs or {}
+        with self.graph.inserting_before(self.after):
+            node = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.tag}{infix}_{name}")
+        if source is not None:
+            node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta})
+        node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+        node.meta["fo"] = Place(self.tag, step, stream, slice_, pinned)
+        return node
+
+
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_KEPT_META = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "seq_nr")
+
+
+def _value(node: Node) -> Any:
+    return node.meta["val"]
+
+
+def _undone_reshape(args: tuple[Any, ...]) -> Node | None:
+    """The node that already has this shape, where a reshape changes nothing or undoes another one."""
+    source, shape = args[0], tuple(args[1])
+    while isinstance(source, Node):
+        if shape_of(source) == shape and prod(shape) == prod(shape_of(args[0])):
+            return source
+        if source.target is not aten.reshape.default:
+            return None
+        source = source.args[0]
+    return None

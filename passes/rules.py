@@ -1,0 +1,312 @@
+"""The separability rule table: one row an ATen op.
+
+A row is a function from a node to its `Axes`, most of them made by one of the few makers below. Ops that torch tags as
+pointwise need no row.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .separability import Axes, AxesRule, Label, NotSeparable, ReshapeRule, Rule, shape_of
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def argument(node: Node, name: str) -> Any:
+    """The value that a node passes for the schema argument `name`, or its default."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, formal in enumerate(node.target._schema.arguments):
+        if formal.name == name:
+            if index < len(node.args) and not formal.kwarg_only:
+                return node.args[index]
+            return node.kwargs.get(name, formal.default_value)
+    raise KeyError(name)
+
+
+def tensor_operands(node: Node) -> list[Node]:
+    """The tensor inputs of a node, each as often as it is used."""
+    operands: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), operands.append)
+    return [o for o in operands if isinstance(o.meta.get("val"), (torch.Tensor, tuple, list))]
+
+
+def _broadcast(shape: tuple[int, ...], labels: tuple[Label, ...], sizes: tuple[int, ...]) -> tuple[Label, ...]:
+    """Labels of an operand of `shape` that broadcasts to `sizes`, whose dims are `labels`: aligned from the right."""
+    offset = len(labels) - len(shape)
+    return tuple(
+        labels[offset + dim] if size == sizes[offset + dim] and size != 1 else None
+        for dim, size in enumerate(shape)
+    )
+
+
+def _identity_labels(node: Node) -> tuple[Label, ...]:
+    return tuple(range(len(shape_of(node))))
+
+
+def _modulo(dims: int | Iterable[int] | None, rank: int) -> set[int]:
+    if dims is None:
+        return set(range(rank))
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    return {dim % rank for dim in dims} if dims else set(range(rank))
+
+
+# --- makers of rows -------------------------------------------------------------------------------------------------
+
+
+def pointwise(node: Node) -> Axes:
+    """Element by element, with broadcasting."""
+    sizes, labels = shape_of(node), _identity_labels(node)
+    operands = tuple((o, _broadcast(shape_of(o), labels, sizes)) for o in tensor_operands(node))
+    return Axes(operands, labels)
+
+
+def einsum(spec: str) -> Callable[[Node], Axes]:
+    """A product of tensors: `spec` as for torch.einsum. An operand may broadcast (the bias of addmm)."""
+    inputs, output = spec.split("->")
+
+    def axes(node: Node) -> Axes:
+        letters = inputs.split(",")
+        operands = tensor_operands(node)
+        sizes: dict[str, int] = {}
+        for operand, labels in zip(operands, letters, strict=False):
+            shape = shape_of(operand)
+            for letter, size in zip(labels[len(labels) - len(shape) :], shape, strict=True):
+                sizes[letter] = max(size, sizes.get(letter, 1))
+        return Axes(
+            tuple(
+                (operand, _broadcast(shape_of(operand), tuple(labels), tuple(sizes[letter] for letter in labels)))
+                for operand, labels in zip(operands, letters, strict=False)
+            ),
+            tuple(output),
+            sums=True,
+        )
+
+    return axes
+
+
+def linear(node: Node) -> Axes:
+    """x [..., K] @ weight [N, K].T + bias [N]"""
+    x, weight, *bias = tensor_operands(node)
+    batch: tuple[Label, ...] = tuple(range(len(shape_of(x)) - 1))
+    return Axes(((x, (*batch, "k")), (weight, ("n", "k")), *((b, ("n",)) for b in bias)), (*batch, "n"))
+
+
+def reduction(sums: bool = False) -> Callable[[Node], Axes]:
+    """Reduce over the dims in argument `dim`. `sums`: partial results of slices may be added up."""
+
+    def axes(node: Node) -> Axes:
+        (source,) = tensor_operands(node)
+        labels = _identity_labels(source)
+        reduced = _modulo(argument(node, "dim"), len(labels))
+        if argument(node, "keepdim"):
+            output: tuple[Label, ...] = tuple(None if dim in reduced else dim for dim in labels)  # type: ignore[misc]
+        else:
+            output = tuple(dim for dim in labels if dim not in reduced)
+        return Axes(((source, labels),), output, frozenset(() if sums else reduced), sums)
+
+    return axes
+
+
+def along(*names: str) -> Callable[[Node], Axes]:
+    """Pointwise but for the dims in the named argument, along which elements meet (softmax, cumsum, flip)."""
+
+    def axes(node: Node) -> Axes:
+        plain = pointwise(node)
+        blocked = _modulo(argument(node, names[0]), len(plain.output))
+        return Axes(plain.operands, plain.output, frozenset(blocked))
+
+    return axes
+
+
+def layer_norm(node: Node) -> Axes:
+    """Normalises over the trailing dims; weight and bias have those dims; yields (out, mean, rstd)."""
+    source, *affine = tensor_operands(node)
+    labels = _identity_labels(source)
+    trailing = labels[len(labels) - len(argument(node, "normalized_shape")) :]
+    return Axes(((source, labels), *((a, trailing) for a in affine)), labels, frozenset(trailing))
+
+
+def permute(node: Node) -> Axes:
+    (source,) = tensor_operands(node)
+    labels = _identity_labels(source)
+    rank = len(labels)
+    if node.target is aten.permute.default:
+        order = [dim % rank for dim in argument(node, "dims")]
+    else:
+        a, b = (0, 1) if node.target is aten.t.default else (argument(node, "dim0"), argument(node, "dim1"))
+        order = list(range(rank))
+        if rank > 1:
+            order[a], order[b] = order[b], order[a]
+    return Axes(((source, labels),), tuple(labels[dim] for dim in order))
+
+
+def unsqueeze(node: Node) -> Axes:
+    (source,) = tensor_operands(node)
+    labels = list(_identity_labels(source))
+    labels.insert(argument(node, "dim") % (len(labels) + 1), None)
+    return Axes(((source, _identity_labels(source)),), tuple(labels))
+
+
+def squeeze(node: Node) -> Axes:
+    (source,) = tensor_operands(node)
+    shape, labels = shape_of(source), _identity_labels(source)
+    dims = _modulo(argument(node, "dim"), len(shape))
+    return Axes(((source, labels),), tuple(x for x, size in zip(labels, shape, strict=True) if x not in dims or size != 1))
+
+
+def expand(node: Node) -> Axes:
+    """A dim that is expanded is cut without cutting the input: each slice expands to fewer items."""
+    (source,) = tensor_operands(node)
+    labels = _identity_labels(node)
+    return Axes(((source, _broadcast(shape_of(source), labels, shape_of(node))),), labels)
+
+
+def narrow(node: Node) -> Axes:
+    """slice, split: part of one dim is taken, every other dim passes."""
+    (source,) = tensor_operands(node)
+    labels = _identity_labels(source)
+    dim = argument(node, "dim") % len(labels)
+    return Axes(((source, labels),), labels, frozenset({dim}))
+
+
+def select(node: Node) -> Axes:
+    (source,) = tensor_operands(node)
+    labels = _identity_labels(source)
+    dim = argument(node, "dim") % len(labels)
+    return Axes(((source, labels),), tuple(x for x in labels if x != dim), frozenset({dim}))
+
+
+def cat(node: Node) -> Axes:
+    operands = tensor_operands(node)
+    labels = _identity_labels(node)
+    dim = argument(node, "dim") % len(labels)
+    if any(len(shape_of(o)) != len(labels) for o in operands):
+        raise NotSeparable(f"{node.name} joins tensors of different ranks")
+    return Axes(tuple((o, labels) for o in operands), labels, frozenset({dim}))
+
+
+def getitem(node: Node) -> Axes:
+    """One of the tensors that a node yields: cut as they all are."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    labels = _identity_labels(node)
+    return Axes(((source, labels),), labels)
+
+
+def embedding(node: Node) -> Axes:
+    """weight [V, D], indices [...] -> [..., D]"""
+    weight, indices = tensor_operands(node)
+    batch = tuple(range(len(shape_of(indices))))
+    return Axes(((weight, (None, "d")), (indices, batch)), (*batch, "d"))
+
+
+def pad(node: Node) -> Axes:
+    """Pads from the last dim backwards, two numbers a dim: a padded dim is needed whole."""
+    (source,) = tensor_operands(node)
+    labels = _identity_labels(source)
+    amounts = argument(node, "pad")
+    blocked = {len(labels) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
+    return Axes(((source, labels),), labels, frozenset(blocked))
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+_AXES: dict[Any, Callable[[Node], Axes]] = {
+    # products
+    aten.mm.default: einsum("mk,kn->mn"),
+    aten.addmm.default: einsum("mn,mk,kn->mn"),
+    aten.bmm.default: einsum("bmk,bkn->bmn"),
+    aten.baddbmm.default: einsum("bmn,bmk,bkn->bmn"),
+    aten.linear.default: linear,
+    # element by element, though torch does not tag them so
+    prims.convert_element_type.default: pointwise,
+    aten._to_copy.default: pointwise,
+    aten.clone.default: pointwise,
+    aten.alias.default: pointwise,
+    aten.detach.default: pointwise,
+    aten.copy.default: pointwise,
+    aten.full_like.default: pointwise,
+    aten.zeros_like.default: pointwise,
+    aten.ones_like.default: pointwise,
+    # reductions
+    aten.sum.dim_IntList: reduction(sums=True),
+    aten.mean.dim: reduction(),
+    aten.amax.default: reduction(),
+    aten.amin.default: reduction(),
+    aten.var_mean.correction: reduction(),
+    aten.var.correction: reduction(),
+    aten.any.dim: reduction(),
+    aten.argmax.default: reduction(),
+    aten._softmax.default: along("dim"),
+    aten._log_softmax.default: along("dim"),
+    aten.cumsum.default: along("dim"),
+    aten.flip.default: along("dims"),
+    aten.native_layer_norm.default: layer_norm,
+    # shape
+    aten.permute.default: permute,
+    aten.transpose.int: permute,
+    aten.t.default: permute,
+    aten.unsqueeze.default: unsqueeze,
+    aten.squeeze.dim: squeeze,
+    aten.squeeze.dims: squeeze,
+    aten.expand.default: expand,
+    aten.slice.Tensor: narrow,
+    aten.split.Tensor: narrow,
+    aten.split_with_sizes.default: narrow,
+    aten.select.int: select,
+    aten.cat.default: cat,
+    aten.constant_pad_nd.default: pad,
+    operator.getitem: getitem,
+    aten.embedding.default: embedding,
+}
+
+_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+RULES: dict[Any, Rule] = {
+    **{op: AxesRule(axes) for op, axes in _AXES.items()},
+    **dict.fromkeys(_RESHAPES, ReshapeRule()),
+}
+
+_POINTWISE_RULE = AxesRule(pointwise)
+
+# Ops that take the shape of their output: which argument it is, to be replaced by that of the slice.
+SHAPE_ARGUMENT: dict[Any, int] = dict.fromkeys((*_RESHAPES, aten.expand.default), 1)
+
+# Ops of one tensor that only say how it is read.
+VIEWS = frozenset((*_RESHAPES, aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default))
+
+# What makes a region worth having, and how the partial sums of slices are added up where its K dim is cut.
+MATMULS = frozenset(
+    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
+)
+ADD_PRODUCT: dict[Any, Any] = {
+    aten.mm.default: aten.addmm.default,
+    aten.addmm.default: aten.addmm.default,
+    aten.bmm.default: aten.baddbmm.default,
+    aten.baddbmm.default: aten.baddbmm.default,
+}
+
+
+def rule_of(node: Node) -> Rule:
+    """The row for a node. Raises NotSeparable where there is none."""
+    if node.op != "call_function":
+        raise NotSeparable(f"{node.name} is a graph {node.op}")
+    rule = RULES.get(node.target)
+    if rule is not None:
+        return rule
+    if isinstance(node.target, torch._ops.OpOverload):
+        tags = node.target.tags
+        if (
+            torch.Tag.pointwise in tags
+            and torch.Tag.nondeterministic_seeded not in tags
+            and not node.target._schema.is_mutable
+        ):
+            return _POINTWISE_RULE
+    raise NotSeparable(f"no separability rule for {node.target} ({node.name})")

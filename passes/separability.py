@@ -1,0 +1,194 @@
+"""Along which tensor dim can a node be computed slice by slice? The question, and the algebra that answers it.
+
+A tensor is *cut* along one dim into `n` equal slices (`Cut`). A rule says for one node how a cut travels: from its
+inputs to its output, or from its output back to its inputs. `passes/rules.py` has a row for each op; nearly
+every row names the axes of its operands as an einsum does (`Axes`), and the rest of the answer follows from that:
+cut along an axis of the output, and every operand that has this axis must be cut along it; cut along an axis that the
+output does not have, and the output is a sum over the slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch.fx import Node
+
+
+class NotSeparable(Exception):
+    """A node cannot be computed slice by slice along the asked dim; the message is the reason, for the records."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor cut in `n` equal slices along `dim`.
+
+    The dim is read as `[outer, n, size / (outer * n)]`, and slice j is index j of the middle axis: `outer` is 1 for a
+    plain cut, and the batch size where a cut sequence dim was flattened together with the batch dim before it.
+    """
+
+    dim: int
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one node runs slice by slice: which inputs are cut (all others are used whole), and what comes out.
+
+    `output` is None where each slice yields a partial sum of the whole output.
+    """
+
+    inputs: Mapping[Node, Cut]
+    output: Cut | None
+
+
+class Rule(Protocol):
+    """How a cut travels through one node. Both directions raise NotSeparable with a reason."""
+
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+        """Some inputs are cut; the answer says how all inputs and the output are."""
+
+    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+        """The output is to be cut; the answer says how the inputs have to be."""
+
+
+def tensor_of(node: Node) -> torch.Tensor:
+    """The fake tensor of a node that yields one tensor, or the first one of a node that yields several."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise NotSeparable(f"{node.name} is not a tensor")
+    return value
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    """The sizes of a node's tensor. Raises NotSeparable where one is symbolic, without adding a guard."""
+    sizes = tensor_of(node).shape
+    for size in sizes:
+        if not isinstance(size, int):
+            raise NotSeparable(
+                f"{node.name} has the symbolic size {size}: compile with dynamic=False, or mark the dim static"
+            )
+    return tuple(sizes)
+
+
+def slice_size(shape: tuple[int, ...], cut: Cut, n: int) -> int:
+    """Size of one slice along the cut dim, counting one of the `outer` repetitions. Raises NotSeparable if uneven."""
+    size = shape[cut.dim]
+    if size == 0 or size % (cut.outer * n):
+        raise NotSeparable(f"size {size} of dim {cut.dim} does not divide into {n} equal slices")
+    return size // (cut.outer * n)
+
+
+def local_shape(shape: tuple[int, ...], cut: Cut, n: int) -> list[int]:
+    """The shape of one slice of a tensor of `shape`."""
+    slice_size(shape, cut, n)
+    return [size // n if dim == cut.dim else size for dim, size in enumerate(shape)]
+
+
+Label = Hashable | None  # None: a dim of size 1 that is broadcast, or one that no operand shares
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a node, in einsum terms: a label for each dim of each tensor input, and of the output.
+
+    `blocked` are labels along which the op is not separable (the dim of a softmax). `sums` says that an axis that the
+    output lacks may be cut, each slice yielding a partial sum.
+    """
+
+    operands: tuple[tuple[Node, tuple[Label, ...]], ...]
+    output: tuple[Label, ...]
+    blocked: frozenset[Label] = frozenset()
+    sums: bool = False
+
+    def split(self, node: Node, label: Label, outer: int, n: int) -> Split:
+        """Cut along one axis."""
+        if label is None or label in self.blocked:
+            raise NotSeparable(f"{node.name} ({node.target}) needs this dim whole")
+        inputs: dict[Node, Cut] = {}
+        for operand, labels in self.operands:
+            if label not in labels:
+                if operand in inputs:
+                    raise NotSeparable(f"{node.name} uses {operand.name} both cut and whole")
+                continue
+            cut = Cut(labels.index(label), outer)
+            if inputs.setdefault(operand, cut) != cut or labels.count(label) > 1:
+                raise NotSeparable(f"{node.name} uses {operand.name} along two dims at once")
+            slice_size(shape_of(operand), cut, n)
+        if any(operand in inputs and label not in labels for operand, labels in self.operands):
+            raise NotSeparable(f"{node.name} uses the same tensor both cut and whole")
+        if label in self.output:
+            return Split(inputs, Cut(self.output.index(label), outer))
+        if not self.sums:
+            raise NotSeparable(f"{node.name} ({node.target}) reduces over this dim")
+        dtype = tensor_of(node).dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            raise NotSeparable(f"{node.name} sums over this dim: each slice would round to {dtype} once more")
+        return Split(inputs, None)
+
+
+@dataclass(frozen=True)
+class AxesRule:
+    """A rule that follows from the node's axes alone."""
+
+    axes: AxesOf
+
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+        axes = self.axes(node)
+        wanted: set[tuple[Label, int]] = set()
+        for operand, labels in axes.operands:
+            if operand in cuts:
+                wanted.add((labels[cuts[operand].dim], cuts[operand].outer))
+        if len(wanted) != 1:
+            raise NotSeparable(f"{node.name} would have to be cut along two dims at once")
+        label, outer = wanted.pop()
+        split = axes.split(node, label, outer, n)
+        if any(split.inputs.get(operand) != cut for operand, cut in cuts.items()):
+            raise NotSeparable(f"{node.name} would have to be cut along two dims at once")
+        return split
+
+    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+        axes = self.axes(node)
+        return axes.split(node, axes.output[cut.dim], cut.outer, n)
+
+
+class AxesOf(Protocol):
+    def __call__(self, node: Node) -> Axes: ...
+
+
+class ReshapeRule:
+    """View, reshape, flatten, unflatten: a slice stays a slice if no dim boundary of the other shape falls inside it."""
+
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+        ((source, cut),) = cuts.items()
+        return Split({source: cut}, reshaped_cut(node, shape_of(source), shape_of(node), cut, n))
+
+    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        return Split({source: reshaped_cut(node, shape_of(node), shape_of(source), cut, n)}, cut)
+
+
+def reshaped_cut(
+    node: Node, source: tuple[int, ...], target: tuple[int, ...], cut: Cut, n: int
+) -> Cut:
+    """Where a cut of shape `source` lies in shape `target` with the same elements in the same order.
+
+    In flat order a cut repeats a pattern: n blocks of `block` elements, one for each slice. It is a cut of target dim d iff
+    a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
+    """
+    block = slice_size(source, cut, n) * prod(source[cut.dim + 1 :])
+    pattern = n * block
+    item = prod(target)
+    for dim, size in enumerate(target):
+        span, item = item, item // size
+        if block % item == 0 and span % pattern == 0:
+            return Cut(dim, span // pattern)
+    raise NotSeparable(
+        f"{node.name} reshapes {list(source)} to {list(target)}, which puts elements of several slices into one item"
+    )

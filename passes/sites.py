@@ -1,0 +1,224 @@
+"""Collective sites: each collective of a graph, in whatever form it was written, as one record.
+
+Forms of an all-gather along dim d, and of a reduce-scatter (read upwards), that are brought to one record here:
+
+    functional, d = 0      all_gather -> wait
+    DTensor, d > 0         all_gather -> wait -> split(0) -> getitem x N -> cat(d)
+    dist.all_gather(list)  all_gather -> wait -> slice(0) x N [-> copy x N] -> cat(d)
+
+Any other form keeps dim 0 here, and its views are left to the separability rules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.fx import Graph, Node
+
+from ..schedule import Kind
+from .rules import aten
+from .separability import NotSeparable, shape_of
+
+c10d = torch.ops._c10d_functional
+WAIT = c10d.wait_tensor.default
+
+_KINDS = {
+    c10d.all_gather_into_tensor.default: Kind.ALL_GATHER,
+    c10d.reduce_scatter_tensor.default: Kind.REDUCE_SCATTER,
+}
+_COPIES = (aten.clone.default, aten.alias.default, aten.copy.default)
+
+
+class Groups(Protocol):
+    """What is asked of a process group by its name."""
+
+    def rank_and_size(self, group_name: str) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """One all-gather or reduce-scatter.
+
+    `value` is the tensor that all ranks together hold along `dim`: the gathered tensor, or the one to be summed and
+    scattered. `shard` is this rank's part of it: what is sent, or what comes out. `glue` are the nodes between the
+    collective and `value`.
+    """
+
+    kind: Kind
+    collective: Node
+    wait: Node
+    group_name: str
+    rank: int
+    ranks: int
+    value: Node
+    dim: int
+    shard: Node
+    glue: tuple[Node, ...]
+    averages: bool = False
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A collective that is not rewritten, and why."""
+
+    collective: Node
+    reason: str
+    ranks: int = 0
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node starts a collective (a wait does not)."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace = node.target.namespace
+    if namespace == "_dtensor":
+        return node.target._opname == "shard_dim_alltoall"
+    return namespace == "_c10d_functional" and node.target is not WAIT
+
+
+def group_name_of(node: Node) -> str | None:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, formal in enumerate(node.target._schema.arguments):
+        if formal.name == "group_name":
+            name = node.args[index] if index < len(node.args) else node.kwargs.get("group_name")
+            return name if isinstance(name, str) else None
+    return None
+
+
+def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
+    """The site of the collective `node`, as the graph is now."""
+    group_name = group_name_of(node)
+    if group_name is None:
+        return LeftAlone(node, "its process group is not known by name at compile time")
+    rank, ranks = groups.rank_and_size(group_name)
+    kind = _KINDS.get(node.target)
+    if kind is None:
+        return LeftAlone(node, f"{node.target} is not a kind that is sliced (all-gather and reduce-scatter are)", ranks)
+    if ranks == 1:
+        return LeftAlone(node, "the group has one rank: nothing is transferred", ranks)
+    waits = list(node.users)
+    if len(waits) != 1 or waits[0].target is not WAIT:
+        return LeftAlone(node, "its result is not awaited exactly once in this graph", ranks)
+    (wait,) = waits
+    source = node.args[0]
+    assert isinstance(source, Node)
+    try:
+        shape_of(source)
+        shape_of(wait)
+        if kind is Kind.ALL_GATHER:
+            value, dim, glue = _gathered(wait, ranks)
+            return Site(kind, node, wait, group_name, rank, ranks, value, dim, source, glue)
+        reduce_op = node.args[1]
+        if reduce_op not in ("sum", "avg"):
+            return LeftAlone(node, f"its reduce op is {reduce_op!r}: partial results are only summed", ranks)
+        value, dim, glue = _scattered(source, ranks)
+        return Site(kind, node, wait, group_name, rank, ranks, value, dim, wait, glue, reduce_op == "avg")
+    except NotSeparable as reason:
+        return LeftAlone(node, str(reason), ranks)
+
+
+def _gathered(wait: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:
+    """The gathered tensor: `wait` itself, or the cat of its blocks if nothing else reads them."""
+    blocks = _blocks(wait, 0, ranks)
+    if blocks is not None:
+        ends = [_through_copies(block) for block in blocks]
+        users = {user for end in ends for user in end[-1].users}
+        if len(users) == 1:
+            (cat,) = users
+            glue = {node for end in ends for node in end} | ({wait} | set(wait.users))
+            others = {user for node in glue for user in node.users} - glue
+            if cat.target is aten.cat.default and cat.args[0] == [end[-1] for end in ends] and others == {cat}:
+                return cat, _cat_dim(cat), tuple(sorted(glue - {wait}))
+    return wait, 0, ()
+
+
+def _scattered(source: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:
+    """The tensor that is scattered: `source` itself, or the one whose blocks it is the cat of."""
+    if source.target is aten.cat.default and _cat_dim(source) == 0:
+        pieces = source.args[0]
+        assert isinstance(pieces, Sequence)
+        chains = [_back_through_copies(piece) for piece in pieces]
+        first = _block_source(chains[0][-1])
+        if first is not None:
+            whole, dim = first
+            if _blocks(whole, dim, ranks) == [chain[-1] for chain in chains]:
+                glue = {source, *(node for chain in chains for node in chain)}
+                glue |= {node.args[0] for node in glue if node.target is operator.getitem}  # type: ignore[misc]
+                return whole, dim, tuple(sorted(glue))
+    return source, 0, ()
+
+
+def _cat_dim(cat: Node) -> int:
+    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
+    assert isinstance(dim, int)
+    return dim % len(shape_of(cat))
+
+
+def _blocks(whole: Node, dim: int, ranks: int) -> list[Node] | None:
+    """The nodes that are the `ranks` equal blocks of `whole` along `dim`, in order, if the graph has all of them."""
+    size = shape_of(whole)[dim]
+    if size % ranks:
+        return None
+    found: dict[int, Node] = {}
+    for user in whole.users:
+        if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            for item in user.users:
+                if item.target is operator.getitem and _block_source(item) == (whole, dim):
+                    found[item.args[1]] = item  # type: ignore[index]
+        elif _block_source(user) == (whole, dim):
+            start = user.args[2] if len(user.args) > 2 else 0
+            found[start // (size // ranks)] = user  # type: ignore[operator]
+    blocks = [found.get(rank) for rank in range(ranks)]
+    if any(block is None or shape_of(block)[dim] * ranks != size for block in blocks):
+        return None
+    return blocks  # type: ignore[return-value]
+
+
+def _block_source(node: Node) -> tuple[Node, int] | None:
+    """The tensor and dim of which `node` is a block, for a getitem of a split and for a slice of step 1."""
+    if node.target is operator.getitem:
+        split = node.args[0]
+        assert isinstance(split, Node)
+        if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+            return None
+        node, rest = split, split.args[2:] or (split.kwargs.get("dim", 0),)
+    elif node.target is aten.slice.Tensor and len(node.args) < 5:
+        rest = node.args[1:2] or (0,)
+    else:
+        return None
+    whole, dim = node.args[0], rest[0]
+    assert isinstance(whole, Node) and isinstance(dim, int)
+    return whole, dim % len(shape_of(whole))
+
+
+def _through_copies(node: Node) -> list[Node]:
+    """`node` and the copies that follow it, each the only reader of the one before."""
+    chain = [node]
+    while len(chain[-1].users) == 1:
+        (user,) = chain[-1].users
+        if user.target not in _COPIES or _copied(user) is not chain[-1]:
+            break
+        chain.append(user)
+    return chain
+
+
+def _back_through_copies(node: Node) -> list[Node]:
+    chain = [node]
+    while chain[-1].target in _COPIES:
+        source = _copied(chain[-1])
+        assert isinstance(source, Node)
+        chain.append(source)
+    return chain
+
+
+def _copied(copy: Node) -> object:
+    """What a copy reads; `aten.copy(destination, source)` names it second. A cast is no copy."""
+    source = copy.args[1] if copy.target is aten.copy.default else copy.args[0]
+    if isinstance(source, Node) and isinstance(source.meta.get("val"), torch.Tensor):
+        if source.meta["val"].dtype == copy.meta["val"].dtype and shape_of(source) == shape_of(copy):
+            return source
+    return None

@@ -1,0 +1,39 @@
+"""Graphs for tests: a function of tensors with functional collectives, captured as the passes see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+c10d = torch.ops._c10d_functional
+
+
+def all_gather(x: Tensor, dim: int, ranks: int, group: str = "0") -> Tensor:
+    """The DTensor form: gather along dim 0, then split and cat along `dim`."""
+    gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(x.contiguous(), ranks, group))
+    return gathered if dim == 0 else torch.cat(torch.chunk(gathered, ranks, 0), dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, ranks: int, group: str = "0", op: str = "sum") -> Tensor:
+    if dim != 0:
+        x = torch.cat(torch.chunk(x, ranks, dim), 0)
+    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), op, ranks, group))
+
+
+def all_reduce(x: Tensor, group: str = "0", op: str = "sum") -> Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, op, group))
+
+
+def capture(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The ATen graph of a function, with fake tensors in its meta, views as reshapes: as after post-grad passes."""
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    for node in gm.graph.nodes:
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
