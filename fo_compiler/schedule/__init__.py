@@ -1,7 +1,7 @@
 """Schedules as data: families, verification and interpretation. Knows neither FX nor torch.distributed."""
 
 from .families import FAMILIES, FAMILY_NAMES, build
-from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Stream, Wait
+from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Store, Stream, Wait
 from .verify import verify
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Recv",
     "Schedule",
     "Send",
+    "Store",
     "Stream",
     "Wait",
     "build",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from ..errors import ScheduleError
-from .ir import Action, Add, Compute, Kind, Post, Schedule, Wait
+from .ir import Action, Add, Compute, Post, Schedule, Store, Wait
 
 V = TypeVar("V")
 
@@ -23,19 +23,19 @@ class RankState(Generic[V]):
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.position = 0  # of the next action
-        self.ready: dict[int, V] = {}  # gather: slices that may be read
+        self.ready: dict[int, V] = {}  # what travels unchanged: slices that may be read, by slice
         self.computed: dict[int, V] = {}  # results of the body, by slice
-        self.sums: dict[int, V] = {}  # reduce-scatter: running sums, by slice
+        self.sums: dict[int, V] = {}  # what is reduced: running sums, by slice
         self.in_flight: dict[int, tuple[Post, int]] = {}  # step -> (its post, its turn on the incoming link)
         self.awaited: set[int] = set()  # steps
-        self.inbox: dict[int, tuple[int, V]] = {}  # step -> (slice, received sum) until it is added
+        self.inbox: dict[int, tuple[int, V]] = {}  # step -> (slice, received sum) until it is added or stored
 
 
 class World(Generic[V]):
     """All ranks of a schedule in one process.
 
-    `compute(rank, slice, value)` runs the region's body: `value` is the slice in a gather and None in a reduce-scatter,
-    where the body returns the rank's partial sum. `add(a, b)` adds two partial sums.
+    `compute(rank, slice, value)` runs the region's body: `value` is the slice where slices arrive first, and None where
+    the body makes what is sent. `add(a, b)` adds two partial sums. `own(slice)` is what its owner holds at the start.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class World(Generic[V]):
         # (source, destination) -> everything sent on that link, and how many receives were posted on it
         self.sent: dict[tuple[int, int], list[tuple[int, V]]] = defaultdict(list)
         self.receives: dict[tuple[int, int], int] = defaultdict(int)
-        if schedule.kind is Kind.ALL_GATHER:
-            assert own is not None, "an all-gather starts from the slices that each rank owns"
+        if schedule.kind.arrives_first:
+            assert own is not None, "a gather or an all-to-all starts from the slices that each rank owns"
             for state in self.states:
                 state.ready = {s: own(s) for s in schedule.owned_by(state.rank)}
 
@@ -91,23 +91,32 @@ class World(Generic[V]):
             case Wait(step):
                 return self._wait(state, action, step)
             case Add(slice_, step):
-                received_slice, value = state.inbox.pop(step, (None, None))
-                if received_slice != slice_ or value is None:
-                    raise self.fail(state, action, "adds what this step did not receive, or adds it twice")
-                self._accumulate(state, slice_, value)
+                self._accumulate(state, slice_, self._received(state, action, slice_, step))
+            case Store(slice_, step):
+                state.sums[slice_] = self._received(state, action, slice_, step)
         return True
+
+    def _received(self, state: RankState[V], action: Action, slice_: int, step: int) -> V:
+        received_slice, value = state.inbox.pop(step, (None, None))
+        if received_slice != slice_ or value is None:
+            raise self.fail(state, action, "takes what this step did not receive, or takes it twice")
+        return value
 
     def _compute(self, state: RankState[V], action: Action, slice_: int) -> None:
         if slice_ in state.computed:
             raise self.fail(state, action, "computes the slice a second time")
-        if self.schedule.kind is Kind.ALL_GATHER:
+        kind = self.schedule.kind
+        if kind.arrives_first:
             if slice_ not in state.ready:
                 raise self.fail(state, action, "computes a slice that has not been awaited")
             state.computed[slice_] = self.compute(state.rank, slice_, state.ready[slice_])
+            return
+        made = self.compute(state.rank, slice_, None)
+        state.computed[slice_] = made
+        if kind.reduces:
+            self._accumulate(state, slice_, made)
         else:
-            partial = self.compute(state.rank, slice_, None)
-            state.computed[slice_] = partial
-            self._accumulate(state, slice_, partial)
+            state.ready[slice_] = made
 
     def _accumulate(self, state: RankState[V], slice_: int, value: V) -> None:
         state.sums[slice_] = self.add(state.sums[slice_], value) if slice_ in state.sums else value
@@ -117,7 +126,7 @@ class World(Generic[V]):
             raise self.fail(state, action, "posts the same step twice")
         turn = -1
         if action.send is not None:
-            held = state.ready if self.schedule.kind is Kind.ALL_GATHER else state.sums
+            held = state.sums if self.schedule.kind.reduces else state.ready
             if action.send.slice not in held:
                 raise self.fail(state, action, "sends a slice that it does not hold")
             self.sent[state.rank, action.send.peer].append((action.send.slice, held[action.send.slice]))
@@ -139,10 +148,10 @@ class World(Generic[V]):
                 raise self.fail(
                     state, post, f"gets slice {slice_} from rank {post.recv.peer}, not the one expected"
                 )
-            if self.schedule.kind is Kind.ALL_GATHER:
-                state.ready[slice_] = value
-            else:
+            if self.schedule.kind.reduces:
                 state.inbox[step] = (slice_, value)
+            else:
+                state.ready[slice_] = value
         del state.in_flight[step]
         state.awaited.add(step)
         return True

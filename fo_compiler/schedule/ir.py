@@ -1,10 +1,17 @@
 """The schedule of a region, as data: for each rank the actions that it performs, in order.
 
-A region is cut into `N * m` slices: `N` ranks in the group, `m` slices a rank. Slice `owner * m + part` is *owned*
-by one rank:
+A region is cut into slices: `N` ranks in the group, `m` slices a rank (`slices_per_rank`).
 
-- `ALL_GATHER`: the owner holds the slice at the start; every rank computes every slice.
-- `REDUCE_SCATTER`: every rank computes a partial sum of every slice; the owner holds the full sum at the end.
+For three kinds slice `owner * m + part` is *owned* by one rank, and every rank computes every slice:
+
+- `ALL_GATHER`: the owner holds the slice at the start.
+- `REDUCE_SCATTER`: every rank computes a partial sum; the owner holds the full sum at the end.
+- `ALL_REDUCE`: likewise, and in the end every rank holds every full sum. The owner is where a sum is finished.
+
+For an all-to-all slice `(source * N + destination) * m + part` goes from one rank to one other:
+
+- `ALL_TO_ALL`: the source holds it at the start, the destination computes it.
+- `ALL_TO_ALL_OUT`: the source computes it, the destination holds the result at the end.
 
 Source: arXiv 2604.24013, section 3; notation as in docs/architecture.md.
 """
@@ -21,6 +28,23 @@ class Kind(str, Enum):
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    ALL_TO_ALL_OUT = "all_to_all_out"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether what travels are partial sums (else slices, unchanged)."""
+        return self in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+
+    @property
+    def is_all_to_all(self) -> bool:
+        return self in (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_OUT)
+
+    @property
+    def arrives_first(self) -> bool:
+        """Whether the body computes on what arrives (else what it computes leaves)."""
+        return self in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 
     def __str__(self) -> str:
         return self.value
@@ -80,14 +104,23 @@ class Wait:
 
 @dataclass(frozen=True)
 class Add:
-    """Add what `Post` `step` received to this rank's running sum of `slice` (reduce-scatter only)."""
+    """Add what `Post` `step` received to this rank's running sum of `slice` (kinds that reduce)."""
 
     slice: int
     step: int
     stream: Stream = Stream.COMPUTE
 
 
-Action = Compute | Post | Wait | Add
+@dataclass(frozen=True)
+class Store:
+    """Take what `Post` `step` received as the finished sum of `slice`, in place of the own part (all-reduce only)."""
+
+    slice: int
+    step: int
+    stream: Stream = Stream.COMPUTE
+
+
+Action = Compute | Post | Wait | Add | Store
 Program = tuple[Action, ...]
 
 
@@ -108,19 +141,43 @@ class Schedule:
 
     @property
     def slices(self) -> int:
-        """Number of slices in all, `N * m`."""
-        return self.ranks * self.slices_per_rank
+        """Number of slices in all: `N * m`, or `N * N * m` in an all-to-all."""
+        return self.ranks * self.slices_per_rank * (self.ranks if self.kind.is_all_to_all else 1)
 
     @property
     def is_uniform(self) -> bool:
         return self.relative is not None
 
     def owner(self, slice_: int) -> int:
-        return slice_ // self.slices_per_rank
+        """The owner of a slice; in an all-to-all its source."""
+        return slice_ // (self.slices // self.ranks)
+
+    def destination(self, slice_: int) -> int:
+        """Where a slice of an all-to-all goes."""
+        assert self.kind.is_all_to_all
+        return slice_ // self.slices_per_rank % self.ranks
 
     def owned_by(self, rank: int) -> range:
-        """The slices that `rank` owns, in the order of their parts."""
-        return range(rank * self.slices_per_rank, (rank + 1) * self.slices_per_rank)
+        """The slices that `rank` owns, in the order of their parts; in an all-to-all those that it is the source of."""
+        count = self.slices // self.ranks
+        return range(rank * count, (rank + 1) * count)
+
+    def destined_to(self, rank: int) -> list[int]:
+        """The slices of an all-to-all that go to `rank`, by source and part."""
+        return [s for s in range(self.slices) if self.destination(s) == rank]
+
+    def computed_by(self, rank: int) -> Sequence[int]:
+        """The slices on which `rank` runs the body: `N * m` in every kind."""
+        if self.kind is Kind.ALL_TO_ALL:
+            return self.destined_to(rank)
+        return self.owned_by(rank) if self.kind is Kind.ALL_TO_ALL_OUT else range(self.slices)
+
+    def slice_name(self, slice_: int, rank: int | None = None) -> str:
+        """`owner` or `owner.part`, in an all-to-all `source>destination`; with a `*` where `rank` is the owner."""
+        group, part = divmod(slice_, self.slices_per_rank)
+        name = f"{group // self.ranks}>{group % self.ranks}" if self.kind.is_all_to_all else str(group)
+        mark = "*" if rank is not None and self.owner(slice_) == rank else ""
+        return name + ("" if self.slices_per_rank == 1 else f".{part}") + mark
 
     def program(self, rank: int) -> Program:
         """The actions of `rank`, with ranks and slices absolute."""
@@ -128,21 +185,24 @@ class Schedule:
             return self.programs[rank]
         return tuple(self._shifted(action, rank) for action in self.relative)
 
-    def _shifted(self, action: Action, rank: int) -> Action:
-        def slice_(s: int) -> int:
-            return (s + rank * self.slices_per_rank) % self.slices
+    def shifted_slice(self, slice_: int, by: int) -> int:
+        """The slice that is to rank `by` what `slice_` is to rank 0."""
+        if not self.kind.is_all_to_all:
+            return (slice_ + by * self.slices_per_rank) % self.slices
+        group, part = divmod(slice_, self.slices_per_rank)
+        source, destination = divmod(group, self.ranks)
+        source, destination = (source + by) % self.ranks, (destination + by) % self.ranks
+        return (source * self.ranks + destination) * self.slices_per_rank + part
 
-        def peer(p: int) -> int:
-            return (p + rank) % self.ranks
-
+    def _shifted(self, action: Action, by: int) -> Action:
         match action:
-            case Compute() | Add():
-                return replace(action, slice=slice_(action.slice))
+            case Compute() | Add() | Store():
+                return replace(action, slice=self.shifted_slice(action.slice, by))
             case Post(_, send, recv):
                 return replace(
                     action,
-                    send=send and Send(slice_(send.slice), peer(send.peer)),
-                    recv=recv and Recv(slice_(recv.slice), peer(recv.peer)),
+                    send=send and Send(self.shifted_slice(send.slice, by), (send.peer + by) % self.ranks),
+                    recv=recv and Recv(self.shifted_slice(recv.slice, by), (recv.peer + by) % self.ranks),
                 )
             case Wait():
                 return action

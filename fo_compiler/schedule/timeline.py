@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from .ir import Add, Compute, Kind, Post, Schedule, Wait
+from .ir import Add, Compute, Kind, Post, Schedule, Store, Wait
+
+
+_WHAT = {
+    Kind.ALL_GATHER: "slices gathered",
+    Kind.REDUCE_SCATTER: "partial sums scattered",
+    Kind.ALL_REDUCE: "partial sums reduced",
+    Kind.ALL_TO_ALL: "slices exchanged",
+    Kind.ALL_TO_ALL_OUT: "results exchanged",
+}
 
 
 def text_timeline(schedule: Schedule, rank: int) -> str:
     """Draw the program of `rank`. A row is a compute step; the right column is what is in flight meanwhile."""
-    m = schedule.slices_per_rank
 
     def name(slice_: int) -> str:
-        owner, part = divmod(slice_, m)
-        mark = "*" if owner == rank else ""
-        return f"{owner}{mark}" if m == 1 else f"{owner}.{part}{mark}"
+        return schedule.slice_name(slice_, rank)
 
     def transfer(post: Post) -> str:
         sent = f"send {name(post.send.slice)} -> rank {post.send.peer}" if post.send else ""
@@ -31,6 +37,8 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
                 in_flight.pop(step, None)
             case Add(slice_, _):
                 notes.append(f"add to {name(slice_)}")
+            case Store(slice_, _):
+                notes.append(f"store {name(slice_)}")
             case Compute(slice_):
                 flying = "; ".join(f"[{step}] {what}" for step, what in in_flight.items())
                 rows.append((" ".join([*notes, f"compute {name(slice_)}"]), flying or "-"))
@@ -38,9 +46,9 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
     if notes:
         rows.append((" ".join(notes), "-"))
     width = max(len("compute stream"), *(len(left) for left, _ in rows))
-    what = "slices gathered" if schedule.kind is Kind.ALL_GATHER else "partial sums scattered"
+    count = len(schedule.computed_by(rank))
     lines = [
-        f"{schedule.kind}, {schedule.describe()}, rank {rank} of {schedule.ranks}: {schedule.slices} {what} (* own)",
+        f"{schedule.kind}, {schedule.describe()}, rank {rank} of {schedule.ranks}: {count} {_WHAT[schedule.kind]} (* own)",
         f"  {'compute stream':{width}}  | in flight meanwhile",
         *(f"  {left:{width}}  | {right}" for left, right in rows),
     ]

@@ -14,10 +14,9 @@ def verify(schedule: Schedule) -> None:
 
     Holds afterwards: every rank computes every slice exactly once, and none before it arrived; every send meets one
     receive of the same slice, in the order of the link; every transfer is awaited exactly once, before what it
-    brought is read; nothing waits in a cycle; and each owner of a reduce-scatter ends with the partial sum of every
-    rank exactly once.
+    brought is read; nothing waits in a cycle; and who is to hold a result holds it at the end, a sum with the part of
+    every rank exactly once.
     """
-    gather = schedule.kind is Kind.ALL_GATHER
     # A value is the multiset of (rank, slice) contributions it is made of.
     world: World[tuple[tuple[int, int], ...]] = World(
         schedule,
@@ -26,7 +25,7 @@ def verify(schedule: Schedule) -> None:
         own=lambda slice_: ((schedule.owner(slice_), slice_),),
     )
     for state in world.run():
-        _check_rank(schedule, state, gather)
+        _check_rank(schedule, state)
     for (source, destination), messages in world.sent.items():
         received = world.receives[source, destination]
         if len(messages) != received:
@@ -36,24 +35,31 @@ def verify(schedule: Schedule) -> None:
             )
 
 
-def _check_rank(schedule: Schedule, state: RankState[tuple[tuple[int, int], ...]], gather: bool) -> None:
+def _check_rank(schedule: Schedule, state: RankState[tuple[tuple[int, int], ...]]) -> None:
     def fail(what: str) -> ScheduleError:
         return ScheduleError(
             f"{schedule.kind} schedule {schedule.describe()!r} of {schedule.ranks} ranks: rank {state.rank} {what}"
         )
 
-    missing = set(range(schedule.slices)) - state.computed.keys()
-    if missing:
+    expected = set(schedule.computed_by(state.rank))
+    if missing := expected - state.computed.keys():
         raise fail(f"never computes slices {sorted(missing)}")
+    if foreign := state.computed.keys() - expected:
+        raise fail(f"computes slices {sorted(foreign)} that are not its to compute")
     if state.in_flight:
         raise fail(f"never waits for steps {sorted(state.in_flight)}")
     if state.inbox:
-        raise fail(f"never adds what it received in steps {sorted(state.inbox)}")
-    if gather:
+        raise fail(f"never adds or stores what it received in steps {sorted(state.inbox)}")
+    if schedule.kind is Kind.ALL_TO_ALL_OUT:
+        absent = [s for s in schedule.destined_to(state.rank) if s not in state.ready]
+        if absent:
+            raise fail(f"ends without slices {absent}, which were for it")
+    if not schedule.kind.reduces:
         return
-    for slice_ in schedule.owned_by(state.rank):
+    whole = schedule.kind is Kind.ALL_REDUCE
+    for slice_ in range(schedule.slices) if whole else schedule.owned_by(state.rank):
         contributions = Counter(state.sums[slice_])
         if contributions != Counter((rank, slice_) for rank in range(schedule.ranks)):
             raise fail(
-                f"ends with the contributions {dict(contributions)} for its slice {slice_}, not one of each rank"
+                f"ends with the contributions {dict(contributions)} for slice {slice_}, not one of each rank"
             )

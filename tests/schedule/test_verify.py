@@ -119,8 +119,12 @@ CASES: dict[str, tuple[Schedule, Edit, str]] = {
         r"rank 1, action 1 Compute\(slice=0",
     ),
     "step posted twice": (GATHER, double(Post, 0), r"rank 1, action 1 Post\(step=0.*same step twice"),
-    "sum added twice": (SCATTER, double(Add, 0), r"rank 1, action \d+ Add\(.*adds it twice"),
-    "sum never added": (SCATTER, drop(Add, 2), r"rank 1 never adds what it received in steps \[2\]"),
+    "sum added twice": (SCATTER, double(Add, 0), r"rank 1, action \d+ Add\(.*takes it twice"),
+    "sum never added": (
+        SCATTER,
+        drop(Add, 2),
+        r"rank 1 never adds or stores what it received in steps \[2\]",
+    ),
     "add of the wrong slice": (
         SCATTER,
         set_action(Add, 0, Add(2, 0)),

@@ -1,0 +1,1 @@
+"""Sub-commands of `fo-compiler`, one a module."""

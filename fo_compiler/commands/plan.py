@@ -1,0 +1,199 @@
+"""`fo-compiler plan`: what the scheduler would do with a region, in numbers, before anything is compiled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..errors import MachineError, OptionError
+from ..schedule import Kind
+from ..schedule.choose import DEFAULT_CHUNKS, DEFAULT_MARGIN, DEFAULT_SLICES_PER_RANK, Choice, Region, choose
+from ..schedule.ir import Schedule
+from ..schedule.machine import Machine, simple_machine
+from ..schedule.matmul import DTYPE_BYTES, dtype_name
+from ..schedule.picture import bars, chrome_trace, svg
+from ..schedule.presets import find_machine
+from ..schedule.simulate import simulate
+from ..schedule.timeline import text_timeline
+
+DRAWN_RANKS = 8  # timelines of more ranks are cut off; --trace and --svg have all of them
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kind", required=True, choices=[str(kind) for kind in Kind], help="what the collective does"
+    )
+    parser.add_argument("--ranks", required=True, type=_positive, metavar="N", help="ranks in the group")
+    shape = parser.add_argument_group("the region by shape: one [M, K] @ [K, N] a rank, sliced along M")
+    shape.add_argument(
+        "--m", type=_positive, help="rows of the gathered input, or of the result that is scattered"
+    )
+    shape.add_argument("--k", type=_positive, help="contracted size")
+    shape.add_argument("--n", type=_positive, help="columns of the result")
+    shape.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32, fp64 or fp8 (default: %(default)s)")
+    shape.add_argument("--machine", metavar="NAME_OR_FILE", help="a preset or the file of a measured machine")
+    times = parser.add_argument_group("the region by time, of one slice of one rank at one slice a rank")
+    times.add_argument("--compute-ms", type=_time, help="so that all compute of a rank takes N times this")
+    times.add_argument("--transfer-ms", type=_time, help="so that the collective takes N - 1 times this")
+    options = parser.add_argument_group("options")
+    options.add_argument("--schedule", help="only this family (default: all)")
+    options.add_argument(
+        "--slices-per-rank", type=_positive, nargs="+", metavar="M",
+        help=f"only these numbers of slices (default: {' '.join(map(str, DEFAULT_SLICES_PER_RANK))})",
+    )  # fmt: skip
+    options.add_argument(
+        "--margin", type=_time, default=DEFAULT_MARGIN, help="least gain to rewrite (default: %(default)s)"
+    )
+    options.add_argument(
+        "--max-buffer-mb", type=_time, help="most memory for slices under way, in 10^6 bytes"
+    )
+    options.add_argument(
+        "--chunks",
+        type=_positive,
+        default=DEFAULT_CHUNKS,
+        help="k of the k-slice overlap (default: %(default)s)",
+    )
+    options.add_argument("--rank", type=int, help="draw the steps of this rank only")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the figures as JSON instead of text")
+    output.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (opens in Perfetto)")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+
+
+def run(args: argparse.Namespace) -> int:
+    kind = Kind(args.kind)
+    machine, region, allowed = _inputs(args, kind)
+    try:
+        choice = choose(
+            kind, machine, args.ranks, region,
+            families=(args.schedule,) if args.schedule else None,
+            slices_per_rank=allowed,
+            margin=args.margin,
+            max_buffer_bytes=None if args.max_buffer_mb is None else args.max_buffer_mb * 1e6,
+            chunks=args.chunks,
+        )  # fmt: skip
+    except ValueError as error:
+        if isinstance(error, MachineError):
+            raise
+        raise OptionError(str(error)) from error
+    print(
+        json.dumps(_figures(choice), indent=2) if args.json else _text(args, kind, machine, region, choice),
+        end="",
+    )
+    if args.json:
+        print()
+    if args.trace or args.svg:
+        schedule = choice.schedule
+        if schedule is None:
+            raise OptionError(f"nothing to draw: {choice.reason}")
+        simulation = simulate(
+            schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True
+        )
+        if args.trace:
+            args.trace.write_text(json.dumps(chrome_trace(schedule, simulation)))
+        if args.svg:
+            args.svg.write_text(svg(schedule, simulation))
+    return 0
+
+
+def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tuple[int, ...]]:
+    """The machine, the region in numbers, and the numbers of slices that divide it."""
+    by_time = args.compute_ms is not None or args.transfer_ms is not None
+    by_shape = any(value is not None for value in (args.m, args.k, args.n, args.machine))
+    asked = tuple(args.slices_per_rank or DEFAULT_SLICES_PER_RANK)
+    if by_time == by_shape:
+        raise OptionError("expected either --m, --k, --n and --machine, or --compute-ms and --transfer-ms")
+    if by_time:
+        if args.compute_ms is None or args.transfer_ms is None:
+            raise OptionError("expected both --compute-ms and --transfer-ms")
+        # A link of 1 GB/s takes as many microseconds as the slice has thousands of bytes.
+        region = Region(lambda m: args.compute_ms * 1e3 / m, args.transfer_ms * 1e6, add_us=lambda m: 0.0)
+        return simple_machine(bandwidth_GBps=1.0), region, asked
+    missing = [name for name in ("m", "k", "n", "machine") if getattr(args, name) is None]
+    if missing:
+        raise OptionError(f"a region by shape also needs {', '.join('--' + name for name in missing)}")
+    machine = find_machine(args.machine)
+    dtype, ranks = dtype_name(args.dtype), args.ranks
+    allowed = tuple(m for m in asked if args.m % (ranks * m) == 0)
+    if not allowed:
+        wanted = " or ".join(str(ranks * m) for m in asked)
+        raise OptionError.wrong("--m", f"rows that {wanted} (ranks times slices a rank) divides", args.m)
+    rows = args.m // ranks
+    columns = args.k if kind.arrives_first else args.n
+    region = Region(
+        lambda m: machine.matmul_us(rows // m, args.k, args.n, dtype),
+        rows * columns * DTYPE_BYTES[dtype],
+        whole_compute_us=machine.matmul_us(args.m, args.k, args.n, dtype),
+    )
+    return machine, region, allowed
+
+
+def _figures(choice: Choice) -> dict[str, object]:
+    best = choice.best if choice.rewrite else None
+    return {
+        "schedule": best.schedule.family if best else "plain",
+        "slices_per_rank": best.schedule.slices_per_rank if best else 1,
+        "predicted_ms": choice.predicted_us / 1e3,
+        "serial_ms": choice.plain_us / 1e3,
+        "sliced_ms": choice.sliced_us / 1e3,
+        "bound_ms": choice.bound.us / 1e3,
+        "hidden_fraction": choice.hidden_fraction,
+    }
+
+
+def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region, choice: Choice) -> str:
+    lines = [f"{kind} over {args.ranks} ranks on machine {machine.name} ({machine.source})", ""]
+    best = choice.best
+    rows = [
+        ("plain: compute and collective one after the other", choice.plain_us),
+        (f"overlap in {args.chunks} chunks, the last one exposed", choice.sliced_us),
+    ]
+    rows += [(f"schedule {candidate.name}", candidate.predicted_us) for candidate in choice.candidates]
+    rows.append((f"lower bound: {choice.bound.why}", choice.bound.us))
+    width = max(len(what) for what, _ in rows)
+    for what, us in rows:
+        chosen = (
+            (best is not None and what == f"schedule {best.name}")
+            if choice.rewrite
+            else what.startswith("plain")
+        )
+        lines.append(f"  {what:{width}}  {us / 1e3:10.4f} ms{'  <- chosen' if chosen else ''}")
+    lines += ["", f"why: {choice.reason}"]
+    if best is None:
+        return "\n".join(lines) + "\n"
+    lines += [f"{best.name} is {best.certificate}", ""]
+    schedule = best.schedule
+    simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
+    lines += [
+        f"time of each rank, 0 to {simulation.makespan_us / 1e3:.4g} ms:",
+        bars(simulation, ranks=DRAWN_RANKS),
+    ]
+    lines += [text_timeline(schedule, rank) for rank in _drawn(args, schedule)]
+    if schedule.ranks > DRAWN_RANKS:
+        lines.append(
+            f"(the first {DRAWN_RANKS} of {schedule.ranks} ranks; --rank, --trace and --svg show the others)\n"
+        )
+    return "\n".join(lines)
+
+
+def _drawn(args: argparse.Namespace, schedule: Schedule) -> range:
+    if args.rank is None:
+        return range(min(schedule.ranks, DRAWN_RANKS if schedule.slices <= 64 else 1))
+    if not 0 <= args.rank < schedule.ranks:
+        raise OptionError.wrong("--rank", f"a rank from 0 to {schedule.ranks - 1}", args.rank)
+    return range(args.rank, args.rank + 1)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return value
+
+
+def _time(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
+    return value

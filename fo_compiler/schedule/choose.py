@@ -1,0 +1,231 @@
+"""Which schedule a region gets, or none: all candidates and the plain collective by predicted time.
+
+    choice = choose(
+        Kind.ALL_GATHER, find_machine("h100-nvlink"), ranks=8,
+        region=Region(compute_us=lambda m: 8 * [time of a matmul of 1 / (8 m) of the rows], slice_bytes=shard_bytes),
+    )
+    if choice.rewrite:
+        graph = emit(choice.schedule)
+    record.reason = choice.reason
+
+The answer depends on the arguments only, and ties go to the candidate named first: equal inputs give equal choices on all ranks.
+Nothing here knows a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .bound import Bound, Certificate, lower_bound
+from .families import FAMILIES, build
+from .ir import Kind, Schedule
+from .machine import Machine
+from .memory import buffer_slices, plain_buffer_slices
+from .simulate import RegionCost, simulate
+
+DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
+DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
+DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a region costs, in numbers.
+
+    - `compute_us(m)`: time of the body on one slice when every rank's share is cut in `m` (kernel launches included)
+    - `slice_bytes`: bytes of one rank's slice at m = 1: the shard of a gather, the scattered part of a reduce-scatter,
+      1 / N of an all-reduce, one block of an all-to-all
+    - `whole_compute_us`: time of the uncut body; None = N slices at m = 1
+    - `add_us(m)`: time to add one received partial sum; None = by the machine's memory bandwidth
+    """
+
+    compute_us: Callable[[int], float]
+    slice_bytes: float
+    whole_compute_us: float | None = None
+    add_us: Callable[[int], float] | None = None
+
+    def cost(self, kind: Kind, machine: Machine, m: int) -> RegionCost:
+        size_bytes = self.slice_bytes / m
+        add_us = 0.0
+        if kind.reduces:
+            add_us = self.add_us(m) if self.add_us is not None else machine.add_us(size_bytes)
+        return RegionCost(self.compute_us(m), size_bytes, add_us)
+
+    def whole_us(self, ranks: int) -> float:
+        return self.whole_compute_us if self.whole_compute_us is not None else ranks * self.compute_us(1)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule that was considered. `certificate` compares it with the bound for its number of slices."""
+
+    schedule: Schedule
+    predicted_us: float
+    exposed_us: float
+    buffer_bytes: float  # beyond the region's own input and output
+    certificate: Certificate
+
+    @property
+    def name(self) -> str:
+        return self.schedule.describe()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision for one region. `rewrite` says whether to use `schedule`, the best candidate, at all.
+
+    `schedule` is None only where no candidate is allowed. `hidden_fraction` is the share of the plain collective's time that the
+    schedule takes off: 1 = communication is free, 0 = as slow as the plain collective, below 0 = slower.
+    """
+
+    rewrite: bool
+    reason: str
+    best: Candidate | None
+    plain_us: float
+    sliced_us: float
+    bound: Bound
+    communication_us: float
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def schedule(self) -> Schedule | None:
+        return self.best.schedule if self.best else None
+
+    @property
+    def predicted_us(self) -> float:
+        """Of what will run: the schedule where it is used, else the plain collective."""
+        return self.best.predicted_us if self.rewrite and self.best else self.plain_us
+
+    @property
+    def hidden_fraction(self) -> float:
+        return hidden_fraction(self.plain_us, self.predicted_us, self.communication_us)
+
+
+def hidden_fraction(plain_us: float, predicted_us: float, communication_us: float) -> float:
+    return (plain_us - predicted_us) / communication_us if communication_us > 0 else 1.0
+
+
+def collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) -> float:
+    """Time of the plain collective: the best of our own schedules without compute, as a library would pick."""
+    if ranks == 1:
+        return 0.0
+    return _collective_us(kind, machine, ranks, slice_bytes)
+
+
+@lru_cache(maxsize=256)
+def _collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) -> float:
+    add_us = machine.add_us(slice_bytes) if kind.reduces else 0.0
+    cost = RegionCost(0.0, slice_bytes, add_us)
+    return min(simulate(build(kind, family, ranks), machine, cost).makespan_us for family in FAMILIES[kind])
+
+
+def sliced_us(compute_us: float, communication_us: float, chunks: int = DEFAULT_CHUNKS) -> float:
+    """The usual overlap: compute and collective both cut in `chunks`, one chunk of the smaller one exposed at the end."""
+    return max(compute_us + communication_us / chunks, communication_us + compute_us / chunks)
+
+
+def choose(
+    kind: Kind,
+    machine: Machine,
+    ranks: int,
+    region: Region,
+    *,
+    families: Sequence[str] | None = None,
+    slices_per_rank: Sequence[int] = DEFAULT_SLICES_PER_RANK,
+    margin: float = DEFAULT_MARGIN,
+    max_buffer_bytes: float | None = None,
+    chunks: int = DEFAULT_CHUNKS,
+) -> Choice:
+    """Choose among `families` x `slices_per_rank` and leaving the region alone.
+
+    `families=None` means every family of the kind; a caller that forces a schedule passes one family and one number, and may
+    use `choice.schedule` whatever `choice.rewrite` says. Only numbers of slices that divide the region may be passed.
+
+    Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
+    """
+    scale = max(machine.scale(rank) for rank in range(ranks))
+    whole_us = region.whole_us(ranks) * scale
+    communication_us = collective_us(kind, machine, ranks, region.slice_bytes)
+    plain_us = whole_us + communication_us
+    candidates: list[Candidate] = []
+    too_large: list[str] = []
+    bounds = {m: lower_bound(kind, machine, ranks, m, region.cost(kind, machine, m)) for m in slices_per_rank}
+    for m in slices_per_rank:
+        cost = region.cost(kind, machine, m)
+        for family in families if families is not None else FAMILIES[kind]:
+            schedule = build(kind, family, ranks, m)
+            buffer_bytes = buffer_slices(schedule) * cost.slice_bytes
+            if max_buffer_bytes is not None and buffer_bytes > max_buffer_bytes:
+                too_large.append(f"{schedule.describe()} ({_bytes(buffer_bytes)})")
+                continue
+            simulation = simulate(schedule, machine, cost)
+            candidates.append(
+                Candidate(
+                    schedule,
+                    simulation.makespan_us,
+                    simulation.exposed_us,
+                    buffer_bytes,
+                    Certificate(simulation.makespan_us, bounds[m]),
+                )
+            )
+    best = min(candidates, key=lambda candidate: candidate.predicted_us, default=None)
+    bound = min(bounds.values(), key=lambda bound: bound.us, default=Bound(whole_us, "its compute"))
+    rewrite = best is not None and ranks > 1 and best.predicted_us < plain_us * (1 - margin)
+    return Choice(
+        rewrite,
+        _reason(
+            best, rewrite, plain_us, communication_us, bound, margin, machine, too_large, max_buffer_bytes
+        ),
+        best,
+        plain_us,
+        sliced_us(whole_us, communication_us, chunks),
+        bound,
+        communication_us,
+        tuple(candidates),
+    )
+
+
+def _reason(
+    best: Candidate | None,
+    rewrite: bool,
+    plain_us: float,
+    communication_us: float,
+    bound: Bound,
+    margin: float,
+    machine: Machine,
+    too_large: list[str],
+    max_buffer_bytes: float | None,
+) -> str:
+    """The numbers behind the decision, for the record."""
+    memory = ""
+    if too_large:
+        memory = f"; over the memory limit of {_bytes(max_buffer_bytes or 0.0)}: {', '.join(too_large)}"
+    numbers = f"on machine {machine.name}: plain {_ms(plain_us)}"
+    if best is None:
+        return f"left alone, no schedule is allowed {numbers}{memory}"
+    hidden = hidden_fraction(plain_us, best.predicted_us, communication_us)
+    numbers += (
+        f", {best.name} {_ms(best.predicted_us)}, bound {_ms(bound.us)}; hides {hidden:.0%} of {_ms(communication_us)}"
+        f" of communication, {_bytes(best.buffer_bytes)} of buffers"
+    )
+    gain = 1 - best.predicted_us / plain_us if plain_us > 0 else 0.0
+    verdict = (
+        f"predicted {gain:.1%} faster"
+        if rewrite
+        else f"left alone, {best.name} would gain {gain:.1%}, less than the margin of {margin:.0%}"
+    )
+    return f"{verdict} {numbers}{memory}"
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.4g} ms"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

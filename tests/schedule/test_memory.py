@@ -1,0 +1,27 @@
+"""Buffers: what a schedule holds at one time."""
+
+from __future__ import annotations
+
+import pytest
+
+from fo_compiler.schedule import Kind, build
+from fo_compiler.schedule.memory import buffer_slices, plain_buffer_slices
+
+
+def test_a_ring_gather_holds_the_slice_in_hand_and_the_one_that_arrives() -> None:
+    assert buffer_slices(build(Kind.ALL_GATHER, "ring", 8)) == 2
+    assert buffer_slices(build(Kind.ALL_GATHER, "ring", 8, 4)) == 2 * 4
+
+
+def test_a_ring_scatter_holds_the_sum_that_leaves_the_one_that_arrives_and_the_one_being_computed() -> None:
+    assert buffer_slices(build(Kind.REDUCE_SCATTER, "ring", 8)) == 3
+
+
+@pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.REDUCE_SCATTER])
+def test_a_large_group_holds_less_than_the_plain_collective(kind: Kind) -> None:
+    for family in ("ring", "direct"):
+        assert buffer_slices(build(kind, family, 8)) < plain_buffer_slices(kind, 8, 1)
+
+
+def test_one_rank_holds_nothing() -> None:
+    assert buffer_slices(build(Kind.ALL_GATHER, "ring", 1)) == 0
