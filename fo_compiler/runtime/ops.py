@@ -29,12 +29,14 @@ _LIBRARY.define(
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 _LIBRARY.define("announce(Tensor(a) anchor, str records) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 
-_pending: dict[int, tuple[Transfer, str]] = {}  # address of the receive buffer -> its transfer
+_pending: dict[int, tuple[Transfer, str]] = {}  # address of the receive buffer's storage -> its transfer
 _pending_lock = threading.Lock()
 
 
 def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
-    recv = torch.empty(send.shape, dtype=send.dtype, device=send.device)
+    # Never without memory, so that the address of an empty buffer is its own, too.
+    memory = torch.empty(max(send.numel(), 1), dtype=send.dtype, device=send.device)
+    recv = memory[: send.numel()].view(send.shape)
     try:
         transfer = current_transport().post(
             group_name,
@@ -44,13 +46,13 @@ def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> 
     except RuntimeError as error:
         raise _failure("could not be started", label, error) from error
     with _pending_lock:
-        _pending[recv.data_ptr()] = (transfer, label)
+        _pending[_address(recv)] = (transfer, label)
     return recv
 
 
 def _wait(recv: Tensor, sent: Tensor) -> Tensor:
     with _pending_lock:
-        entry = _pending.pop(recv.data_ptr(), None)
+        entry = _pending.pop(_address(recv), None)
     if entry is None:
         raise TransferError(
             f"waited for a transfer that is not pending (a tensor of shape {tuple(recv.shape)}): "
@@ -61,7 +63,11 @@ def _wait(recv: Tensor, sent: Tensor) -> Tensor:
         transfer.wait()
     except RuntimeError as error:
         raise _failure("failed", label, error) from error
-    return recv
+    return torch.ops.aten.alias.default(recv)  # an op may not return an input itself
+
+
+def _address(recv: Tensor) -> int:
+    return recv.untyped_storage().data_ptr()
 
 
 def _failure(what: str, label: str, cause: BaseException) -> TransferError:
@@ -77,7 +83,7 @@ def _exchange_fake(send: Tensor, dst: int, src: int, group_name: str, label: str
 
 def _announce(anchor: Tensor, records: str) -> Tensor:
     publish_payload(records)
-    return anchor
+    return torch.ops.aten.alias.default(anchor)
 
 
 def _alias_fake(tensor: Tensor, _: object) -> Tensor:

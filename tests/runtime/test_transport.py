@@ -1,0 +1,106 @@
+"""The c10d transport on the fake process group: what it asks of torch.distributed (tests/distributed moves real bytes)."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fo_compiler.runtime.transport import MESSAGE_TAG, C10dTransport, current_transport
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class FakeWork:
+    def __init__(self, ops: list[dist.P2POp]) -> None:
+        self.ops = ops
+        self.waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[FakeWork]:
+    seen: list[FakeWork] = []
+
+    def batch_isend_irecv(ops: list[dist.P2POp]) -> list[FakeWork]:
+        seen.append(FakeWork(ops))
+        return [seen[-1]]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
+    return seen
+
+
+def test_c10d_is_the_transport_unless_a_thread_says_otherwise() -> None:
+    assert isinstance(current_transport(), C10dTransport)
+
+
+def test_ranks_are_those_of_the_group(fake_world: None) -> None:
+    pair = dist.new_group([1, 3])
+    transport = C10dTransport()
+    assert transport.rank_and_size(dist.group.WORLD.group_name) == (3, 4)
+    assert transport.rank_and_size(pair.group_name) == (1, 2)
+
+
+def test_a_send_and_a_receive_are_posted_as_one_batch_to_ranks_of_the_group(
+    fake_world: None, batches: list[FakeWork]
+) -> None:
+    pair = dist.new_group([1, 3])
+    sent, received = torch.ones(2), torch.empty(2)
+    C10dTransport().post(pair.group_name, (sent, 0), (received, 0))
+    ((send, receive),) = [batch.ops for batch in batches]
+    assert (send.op, receive.op) == (dist.isend, dist.irecv)
+    assert send.tensor is sent
+    assert receive.tensor is received
+    assert {send.group_peer, receive.group_peer} == {0}
+    assert {send.peer, receive.peer} == {1}  # global rank 1 is rank 0 of the pair
+    assert {send.tag, receive.tag} == {MESSAGE_TAG}
+
+
+@pytest.mark.parametrize("only", ["send", "receive"])
+def test_one_direction_alone_is_posted_alone(fake_world: None, batches: list[FakeWork], only: str) -> None:
+    tensor = torch.ones(2)
+    name = dist.group.WORLD.group_name
+    if only == "send":
+        C10dTransport().post(name, (tensor, 0), None)
+    else:
+        C10dTransport().post(name, None, (tensor, 0))
+    ((op,),) = [batch.ops for batch in batches]
+    assert op.op is (dist.isend if only == "send" else dist.irecv)
+
+
+def test_waiting_waits_for_every_work_once_and_lets_the_sent_tensor_go(
+    fake_world: None, batches: list[FakeWork]
+) -> None:
+    sent = torch.ones(2)
+    watch: weakref.ref[Tensor] = weakref.ref(sent)
+    transfer = C10dTransport().post(dist.group.WORLD.group_name, (sent, 0), None)
+    (work,) = batches
+    work.ops.clear()
+    del sent
+    gc.collect()
+    assert watch() is not None
+    assert work.waited == 0
+    transfer.wait()
+    gc.collect()
+    assert work.waited == 1
+    assert watch() is None
+
+
+def test_a_group_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(RuntimeError):
+        C10dTransport().rank_and_size("no such group")

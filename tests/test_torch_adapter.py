@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fo_compiler import torch_adapter
+from fo_compiler.torch_adapter import (
+    as_pass_list,
+    compile_with_inductor,
+    configured_post_passes,
+    group_members,
+    inductor_option_names,
+    mode_options,
+    resolve_process_group,
+    run_after,
+)
+from tests.graphs import capture
+
+
+@pytest.fixture
+def fake_world() -> Iterator[None]:
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_private_name_that_the_adapter_imports_is_in_the_installed_torch() -> None:
+    source = Path(torch_adapter.__file__).read_text()
+    imports = re.findall(r"^ +from (torch\.[\w.]+) import ([\w, ]+?)(?:  #.*)?$", source, re.MULTILINE)
+    assert len(imports) >= 5
+    for module, names in imports:
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+
+
+def test_groups_are_listed_with_their_global_ranks_in_group_order(fake_world: None) -> None:
+    pair = dist.new_group([1, 3])
+    members = group_members()
+    assert members[dist.group.WORLD.group_name] == [0, 1, 2, 3]
+    assert members[pair.group_name] == [1, 3]
+
+
+def test_a_group_is_found_by_its_name(fake_world: None) -> None:
+    pair = dist.new_group([1, 3])
+    group = resolve_process_group(pair.group_name)
+    assert (group.rank(), group.size()) == (0, 2)
+
+
+def test_there_are_no_groups_before_a_process_group_is_made() -> None:
+    assert group_members() == {}
+
+
+def test_modes_are_those_of_inductor() -> None:
+    assert mode_options(None) == mode_options("default") == {}
+    assert mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
+    with pytest.raises(RuntimeError, match="max-autotune-no-cudagraphs"):
+        mode_options("fastest")
+
+
+def test_options_of_inductor_are_known_by_name() -> None:
+    assert {"max_autotune", "post_grad_custom_post_pass"} <= inductor_option_names()
+
+
+def test_passes_may_be_configured_as_none_one_or_a_list() -> None:
+    from torch._inductor import config
+
+    def one(graph: fx.Graph) -> None: ...
+
+    assert as_pass_list(None) == []
+    assert as_pass_list(one) == [one]
+    assert as_pass_list((one, one)) == [one, one]
+    with config.patch(post_grad_custom_post_pass=one):
+        assert configured_post_passes() == [one]
+
+
+def three_matmuls() -> fx.GraphModule:
+    """Three matmuls that do not depend on each other, joined in one buffer."""
+    return capture(
+        lambda a, b, c, w: torch.cat([a @ w, b @ w, c @ w]),
+        [*(torch.randn(4, 8) for _ in range(3)), torch.randn(8, 8)],
+    )
+
+
+def compiled_code(order: list[int]) -> tuple[str, list[torch.Tensor], torch.Tensor]:
+    """Inductor's code for `three_matmuls`, run in the given order."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    class InOrder(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            matmuls = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+            first = matmuls[order[0]]
+            # An order that is not the graph's own has to be topological first: move them in front of the cat.
+            (cat,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+            for index in order:
+                cat.prepend(matmuls[index])
+            previous = first
+            for index in order[1:]:
+                previous = run_after(matmuls[index], (previous,))
+            graph.lint()
+
+        def uuid(self) -> None:
+            return None
+
+    inputs = [*(torch.randn(4, 8) for _ in range(3)), torch.randn(8, 8)]
+
+    def backend(gm: fx.GraphModule, example_inputs: list[torch.Tensor]) -> object:
+        return compile_with_inductor(gm, example_inputs, {"post_grad_custom_post_pass": InOrder()})
+
+    def function(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a @ w, b @ w, c @ w])
+
+    torch._dynamo.reset()
+    with fresh_cache(), torch.no_grad():
+        result, (code,) = run_and_get_code(torch.compile(function, backend=backend), *inputs)
+    torch._dynamo.reset()
+    torch.testing.assert_close(result, function(*inputs))
+    return code, inputs, result
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_run_after_keeps_the_order_that_was_asked_for(order: list[int]) -> None:
+    code, _, _ = compiled_code(order)
+    launches = re.findall(r"extern_kernels\.mm\(arg(\d)_1", code)
+    assert launches == ["023"[index] for index in order]  # the weight is argument 1
+
+
+def test_run_after_lets_a_matmul_write_into_its_part_of_the_joined_buffer() -> None:
+    code, _, _ = compiled_code([0, 1, 2])
+    joined = re.findall(r"extern_kernels\.mm\(.*out=(\w+)\)", code)
+    aliases = re.findall(r"(\w+) = reinterpret_tensor\(.*# alias", code)
+    assert len(joined) == 3
+    assert set(joined) <= set(aliases)
+    assert "cpp_fused_cat" not in code
+
+
+def test_run_after_keeps_name_value_and_readers_of_the_node() -> None:
+    gm = three_matmuls()
+    first, second, _ = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    name, value, readers = second.name, second.meta["val"], list(second.users)
+    second.meta["fo"] = "kept"
+    ordered = run_after(second, (first,))
+    gm.graph.lint()
+    assert ordered.name == name
+    assert ordered.meta["val"] is value
+    assert ordered.meta["fo"] == "kept"
+    assert list(ordered.users) == readers
+    assert first in ordered.all_input_nodes
