@@ -55,7 +55,7 @@ def train(
     backend: str, config: LlamaConfig, batches: list[tuple[Tensor, Tensor]], options: dict[str, Any]
 ) -> Run:
     """Train from the same seed as every other run; returns its losses and times."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = apply_tensor_parallel(Llama(config), mesh)

@@ -107,7 +107,7 @@ def _call(node: Node) -> str:
 
 
 def _argument(value: Any) -> str:
-    text = fx.node._format_arg(value) if not isinstance(value, str) else repr(value)  # type: ignore[attr-defined]
+    text = repr(value)  # of a node: its name
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

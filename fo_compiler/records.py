@@ -170,16 +170,18 @@ def explain(model: Any, *args: Any, options: dict[str, Any] | None = None, **kwa
 
     import torch
 
+    from .torch_adapter import tree_leaves
+
     compiled = torch.compile(model, backend="flashoverlap", options=dict(options or {}))
     buffers = {name: copy.copy(b.detach()).clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
     with record() as report, torch.random.fork_rng():
         output = compiled(*args, **kwargs)
-        leaves = torch.utils._pytree.tree_leaves(output)
+        leaves = tree_leaves(output)
         roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         sources = [
             leaf
             for leaf in (
-                *torch.utils._pytree.tree_leaves((args, kwargs)),
+                *tree_leaves((args, kwargs)),
                 *(model.parameters() if isinstance(model, torch.nn.Module) else ()),
             )
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad

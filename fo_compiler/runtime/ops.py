@@ -4,9 +4,9 @@
     data = fo_compiler::wait(recv, send)                         wait for both; `data` is `recv`, now filled
     same = fo_compiler::announce(tensor, records)                publish the records of this graph, the first time
 
-`wait` takes the sent tensor too: it stays a live value of the graph until the transfer is done, so that no
-compiler reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on
-the wait, and no copy is made. Nothing is mutated, as far as the graph can see.
+`wait` takes the sent tensor too: it stays a live value of the graph until the transfer is done, so that no compiler
+reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on the wait,
+and no copy is made. Nothing is mutated, as far as the graph can see.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _address(recv: Tensor) -> int:
 
 def _failure(what: str, label: str, cause: BaseException) -> TransferError:
     return TransferError(
-        f"transfer {what}: {label}. Cause: {cause}. A peer died, was too late for the process group's timeout, "
-        "or runs another program; look at the first error among the ranks."
+        f"transfer {what}: {label}. Cause: {cause}. A peer died, was too late for the process group's "
+        "timeout, or runs another program; look at the first error among the ranks."
     )
 
 
