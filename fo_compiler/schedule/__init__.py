@@ -1,12 +1,13 @@
 """Schedules as data: families, verification and interpretation. Knows neither FX nor torch.distributed."""
 
-from .families import FAMILIES, FAMILY_NAMES, build
+from .families import FAMILIES, FAMILY_NAMES, TWO_LEVEL, build
 from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Store, Stream, Wait
 from .verify import verify
 
 __all__ = [
     "FAMILIES",
     "FAMILY_NAMES",
+    "TWO_LEVEL",
     "Action",
     "Add",
     "Compute",

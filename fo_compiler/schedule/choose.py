@@ -14,12 +14,13 @@ Nothing here knows a graph.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .bound import Bound, Certificate, lower_bound
-from .families import FAMILIES, build
+from .families import FAMILIES, TWO_LEVEL, build
 from .ir import Kind, Schedule
 from .machine import Machine
 from .memory import buffer_slices, plain_buffer_slices
@@ -118,7 +119,21 @@ def collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) 
 def _collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) -> float:
     add_us = machine.add_us(slice_bytes) if kind.reduces else 0.0
     cost = RegionCost(0.0, slice_bytes, add_us)
-    return min(simulate(build(kind, family, ranks), machine, cost).makespan_us for family in FAMILIES[kind])
+    return min(
+        simulate(build(kind, family, ranks, 1, ranks_per_node(machine, ranks)), machine, cost).makespan_us
+        for family in families_for(kind, machine, ranks)
+    )
+
+
+def ranks_per_node(machine: Machine, ranks: int) -> int | None:
+    """The size of the machine's nodes, or None where it has none."""
+    islands = machine.fabric(ranks).islands if not machine.is_uniform else ()
+    return len(islands[0]) if islands else None
+
+
+def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
+    """The families that make sense on a machine, in the order in which ties are broken."""
+    return (*FAMILIES[kind], TWO_LEVEL) if ranks_per_node(machine, ranks) else tuple(FAMILIES[kind])
 
 
 def sliced_us(compute_us: float, communication_us: float, chunks: int = DEFAULT_CHUNKS) -> float:
@@ -152,23 +167,22 @@ def choose(
     candidates: list[Candidate] = []
     too_large: list[str] = []
     bounds = {m: lower_bound(kind, machine, ranks, m, region.cost(kind, machine, m)) for m in slices_per_rank}
+    fastest_us = math.inf
     for m in slices_per_rank:
         cost = region.cost(kind, machine, m)
-        for family in families if families is not None else FAMILIES[kind]:
-            schedule = build(kind, family, ranks, m)
+        for family in families if families is not None else families_for(kind, machine, ranks):
+            if bounds[m].us >= fastest_us:
+                break  # no schedule of this many slices can win
+            schedule = build(kind, family, ranks, m, ranks_per_node(machine, ranks))
             buffer_bytes = buffer_slices(schedule) * cost.slice_bytes
             if max_buffer_bytes is not None and buffer_bytes > max_buffer_bytes:
                 too_large.append(f"{schedule.describe()} ({_bytes(buffer_bytes)})")
                 continue
             simulation = simulate(schedule, machine, cost)
+            fastest_us = min(fastest_us, simulation.makespan_us)
+            certificate = Certificate(simulation.makespan_us, bounds[m])
             candidates.append(
-                Candidate(
-                    schedule,
-                    simulation.makespan_us,
-                    simulation.exposed_us,
-                    buffer_bytes,
-                    Certificate(simulation.makespan_us, bounds[m]),
-                )
+                Candidate(schedule, simulation.makespan_us, simulation.exposed_us, buffer_bytes, certificate)
             )
     best = min(candidates, key=lambda candidate: candidate.predicted_us, default=None)
     bound = min(bounds.values(), key=lambda bound: bound.us, default=Bound(whole_us, "its compute"))

@@ -100,7 +100,10 @@ class Engine:
         self.waiting: list[int | None] = [None] * ranks  # step
         self.outstanding: list[dict[int, int]] = [{} for _ in range(ranks)]  # step -> transfers not yet done
         self.in_flight = [0] * ranks
-        self.busy = [False] * ranks
+        self.busy = [
+            False
+        ] * ranks  # as the rates of transfers know it: it lags while operations are performed
+        self.working = [False] * ranks  # whether there is work that contention may stretch
         self.work = [0.0] * ranks  # what is left of the current operation, at full speed
         self.work_last = [0.0] * ranks
         self.work_version = [0] * ranks
@@ -146,7 +149,7 @@ class Engine:
         """Perform operations of `rank` from now on, until one takes time or has to wait."""
         ops = self.programs[rank]
         position = self.position[rank]
-        busy = False
+        self.working[rank] = busy = False
         while position < len(ops):
             op = ops[position]
             position += 1
@@ -173,6 +176,7 @@ class Engine:
                     self._reprice(link)
 
     def _start_busy(self, rank: int, duration: float, label: str) -> None:
+        self.working[rank] = True
         self.started[rank] = (self.now, label)
         self.work[rank] = duration
         self.work_last[rank] = self.now
@@ -186,7 +190,7 @@ class Engine:
     def _change_in_flight(self, rank: int, by: int) -> None:
         before = self.in_flight[rank]
         self.in_flight[rank] = before + by
-        if self.compute_slowdown != 1.0 and self.busy[rank] and (before > 0) != (before + by > 0):
+        if self.compute_slowdown != 1.0 and self.working[rank] and (before > 0) != (before + by > 0):
             speed = 1.0 / self.compute_slowdown if before > 0 else 1.0
             self.work[rank] -= (self.now - self.work_last[rank]) * speed
             self.work_last[rank] = self.now

@@ -1,14 +1,18 @@
 """The schedule families: small functions that write a program once, in coordinates relative to the rank.
 
-All four post each transfer one rank-step ahead of its use, never all at once: transfers that share a link would
+All of them post each transfer one rank-step ahead of its use, never all at once: transfers that share a link would
 otherwise all arrive late. `p` is the position in the program (slice p of the order in which this rank
 computes), `hop = p // m` the distance of its owner.
 
     all-gather       compute order  r, r-1, r-2, ...        own slice first: it needs no transfer
     reduce-scatter   compute order  r-1, r-2, ..., r        own slice last: it needs no transfer
 
-    ring     every transfer goes to r+1: a gathered slice is forwarded, a running sum grows as it travels
-    direct   every transfer goes straight to (or comes straight from) the owner
+    ring            every transfer goes to r+1: a gathered slice is forwarded, a running sum grows as it travels
+    bidirectional   two rings, one each way, each with half of the slices: order r, r-1, r+1, r-2, r+2, ...
+    direct          every transfer goes straight to (or comes straight from) the owner
+    two_level       for nodes of ranks (`two_level.py`)
+
+A kind in which results leave is the reverse of one in which slices arrive (`transform.py`).
 
 Source: arXiv 2604.24013, section 3.
 """
@@ -18,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Wait
+from .transform import all_reduce, reverse
+from .two_level import two_level_all_gather, two_level_all_to_all
 
 
 def _all_gather(ranks: int, m: int, send: Callable[[int], Send], recv_peer: Callable[[int], int]) -> Program:
@@ -80,21 +86,139 @@ def direct_reduce_scatter(ranks: int, m: int) -> Program:
     return tuple(program)
 
 
+def bidirectional_all_gather(ranks: int, m: int) -> Program:
+    """Slices from below arrive through r-1, slices from above through r+1, in turns; each has two computes to arrive under.
+
+    Twice the throughput of a ring where a link is slower than a port; half the number of hops in any case.
+    """
+
+    def offset(p: int) -> int:
+        """Whose slice is computed at position p: 0, -1, +1, -2, +2, ..."""
+        return -(p + 1) // 2 if p % 2 else p // 2
+
+    def post(p: int, part: int) -> Post:
+        """What brings the slice of position p, and sends on the one in hand in the same direction."""
+        way = 1 if p % 2 else -1
+        sent = (offset(p) + way) % ranks
+        return Post(
+            p * m + part, Send(sent * m + part, way % ranks), Recv(offset(p) % ranks * m + part, -way % ranks)
+        )
+
+    program: list[Action] = []
+    for p in range(ranks):
+        for part in range(m):
+            if p:
+                program.append(Wait(p * m + part))
+            program += [post(q, part) for q in ((1, 2) if p == 0 else (p + 2,)) if q < ranks]
+            program.append(Compute(offset(p) % ranks * m + part))
+    return tuple(program)
+
+
+def bidirectional_reduce_scatter(ranks: int, m: int) -> Program:
+    """Running sums travel both ways round the ring and meet at the owner."""
+    return reverse(bidirectional_all_gather(ranks, m), reduces=True)
+
+
+def direct_all_to_all(ranks: int, m: int) -> Program:
+    """Send the slice for r+hop+1, receive the one from r-hop-1."""
+
+    def incoming(p: int) -> int:
+        return (-(p // m) % ranks * ranks) * m + p % m
+
+    def outgoing(p: int) -> int:
+        return p // m % ranks * m + p % m
+
+    program: list[Action] = []
+    for p in range(ranks * m):
+        if p >= m:
+            program.append(Wait(p - m))
+        if p < (ranks - 1) * m:
+            hop = p // m + 1
+            program.append(Post(p, Send(outgoing(p + m), hop % ranks), Recv(incoming(p + m), -hop % ranks)))
+        program.append(Compute(incoming(p)))
+    return tuple(program)
+
+
+def _transposed(slice_: int, ranks: int, m: int) -> int:
+    """The slice of an all-to-all that goes the other way."""
+    group, part = divmod(slice_, m)
+    source, destination = divmod(group, ranks)
+    return (destination * ranks + source) * m + part
+
+
+def direct_all_to_all_out(ranks: int, m: int) -> Program:
+    """Send the result for r-hop-1, receive one from r+hop+1; the own slice comes last."""
+    return reverse(
+        direct_all_to_all(ranks, m), reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m)
+    )
+
+
+def _all_reduce_of(gather: Callable[[int, int], Program]) -> Callable[[int, int], Program]:
+    return lambda ranks, m: all_reduce(gather(ranks, 1), m, rank=0)
+
+
 FAMILIES: dict[Kind, dict[str, Callable[[int, int], Program]]] = {
-    Kind.ALL_GATHER: {"ring": ring_all_gather, "direct": direct_all_gather},
-    Kind.REDUCE_SCATTER: {"ring": ring_reduce_scatter, "direct": direct_reduce_scatter},
+    Kind.ALL_GATHER: {
+        "ring": ring_all_gather,
+        "bidirectional": bidirectional_all_gather,
+        "direct": direct_all_gather,
+    },
+    Kind.REDUCE_SCATTER: {
+        "ring": ring_reduce_scatter,
+        "bidirectional": bidirectional_reduce_scatter,
+        "direct": direct_reduce_scatter,
+    },
+    Kind.ALL_REDUCE: {
+        "ring": _all_reduce_of(ring_all_gather),
+        "bidirectional": _all_reduce_of(bidirectional_all_gather),
+        "direct": _all_reduce_of(direct_all_gather),
+    },
+    Kind.ALL_TO_ALL: {"direct": direct_all_to_all},
+    Kind.ALL_TO_ALL_OUT: {"direct": direct_all_to_all_out},
 }
-FAMILY_NAMES = ("ring", "direct")
+FAMILY_NAMES = ("ring", "bidirectional", "direct")  # those that need no more than the number of ranks
+TWO_LEVEL = "two_level"
 
 
-def build(kind: Kind, family: str, ranks: int, slices_per_rank: int = 1) -> Schedule:
-    """Build the uniform schedule `family` for `kind`.
+def build(
+    kind: Kind, family: str, ranks: int, slices_per_rank: int = 1, ranks_per_node: int | None = None
+) -> Schedule:
+    """Build the schedule `family` for `kind`. `two_level` also needs `ranks_per_node`.
 
-    Raises ValueError for a family that does not exist, or for counts below 1.
+    Raises ValueError for a family that does not exist, for counts below 1, or for nodes that do not fill the group.
     """
     families = FAMILIES[kind]
-    if family not in families:
-        raise ValueError(f"no schedule family {family!r} for {kind}: expected one of {', '.join(families)}")
+    if family not in families and family != TWO_LEVEL:
+        known = ", ".join([*families, TWO_LEVEL])
+        raise ValueError(f"no schedule family {family!r} for {kind}: expected one of {known}")
     if ranks < 1 or slices_per_rank < 1:
         raise ValueError(f"expected ranks >= 1 and slices_per_rank >= 1, got {ranks} and {slices_per_rank}")
-    return Schedule(kind, family, ranks, slices_per_rank, relative=families[family](ranks, slices_per_rank))
+    if family != TWO_LEVEL:
+        return Schedule(
+            kind, family, ranks, slices_per_rank, relative=families[family](ranks, slices_per_rank)
+        )
+    if ranks_per_node is None or ranks_per_node < 1 or ranks % ranks_per_node:
+        raise ValueError(
+            f"schedule family {TWO_LEVEL!r} needs ranks_per_node, a divisor of the group's {ranks} ranks, "
+            f"got {ranks_per_node}; a two-level machine has it"
+        )
+    programs = _two_level(kind, ranks, slices_per_rank, ranks_per_node)
+    return Schedule(kind, family, ranks, slices_per_rank, programs=programs)
+
+
+def _two_level(kind: Kind, ranks: int, m: int, k: int) -> tuple[Program, ...]:
+    match kind:
+        case Kind.ALL_GATHER:
+            return two_level_all_gather(ranks, m, k)
+        case Kind.REDUCE_SCATTER:
+            return tuple(reverse(program, reduces=True) for program in two_level_all_gather(ranks, m, k))
+        case Kind.ALL_REDUCE:
+            gathers = two_level_all_gather(ranks, 1, k)
+            return tuple(all_reduce(gathers[rank], m, rank) for rank in range(ranks))
+        case Kind.ALL_TO_ALL:
+            return two_level_all_to_all(ranks, m, k)
+        case Kind.ALL_TO_ALL_OUT:
+            return tuple(
+                reverse(program, reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))
+                for program in two_level_all_to_all(ranks, m, k)
+            )

@@ -40,3 +40,40 @@ def interpret_reduce_scatter(schedule: Schedule, partial: Callable[[int, int], T
         schedule, lambda rank, slice_, _: partial(rank, slice_), add=lambda a, b: a + b
     )
     return [[state.sums[s] for s in schedule.owned_by(state.rank)] for state in world.run()]
+
+
+def interpret_all_reduce(schedule: Schedule, partial: Callable[[int, int], Tensor]) -> list[list[Tensor]]:
+    """Sum `partial(rank, slice)` over the ranks. Returns for each rank the sums of all `N * m` slices."""
+    assert schedule.kind is Kind.ALL_REDUCE
+    world: World[Tensor] = World(
+        schedule, lambda rank, slice_, _: partial(rank, slice_), add=lambda a, b: a + b
+    )
+    return [[state.sums[s] for s in range(schedule.slices)] for state in world.run()]
+
+
+def interpret_all_to_all(
+    schedule: Schedule, blocks: Sequence[Sequence[Sequence[Tensor]]], body: Callable[[int, Tensor], Tensor]
+) -> list[list[Tensor]]:
+    """Send `blocks[source][destination][part]` to its destination, either before `body(rank, slice)` or after it.
+
+    Returns for each rank the results on the blocks that were for it, by source and part.
+    """
+    assert schedule.kind.is_all_to_all
+    m = schedule.slices_per_rank
+
+    def block(slice_: int) -> Tensor:
+        group, part = divmod(slice_, m)
+        return blocks[group // schedule.ranks][group % schedule.ranks][part]
+
+    world: World[Tensor] = World(
+        schedule,
+        lambda rank, slice_, value: body(rank, block(slice_) if value is None else value),
+        add=lambda a, b: a + b,
+        own=block,
+    )
+    states = world.run()
+    first = schedule.kind.arrives_first
+    return [
+        [(state.computed if first else state.ready)[s] for s in schedule.destined_to(state.rank)]
+        for state in states
+    ]

@@ -47,7 +47,9 @@ def test_the_text_shows_timeline_times_and_why(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("kind", [str(kind) for kind in Kind])
 @pytest.mark.parametrize("machine", ["h100-nvlink", "h100-nvlink-infiniband"])
-def test_every_kind_by_shape_in_under_a_second(kind: str, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_by_shape_in_under_a_second(
+    kind: str, machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = ["--m", "8192", "--k", "4096", "--n", "1024", "--dtype", "bf16", "--machine", machine]
     start = time.perf_counter()
     figures = json.loads(plan(capsys, "--kind", kind, "--ranks", "8", *shape, "--json"))
@@ -71,7 +73,9 @@ def test_leaving_alone_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert next(line for line in text.splitlines() if "<- chosen" in line).strip().startswith("plain")
 
 
-def test_the_trace_has_a_process_a_rank_and_a_thread_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trace_has_a_process_a_rank_and_a_thread_a_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan(capsys, *TABLE_1, "--trace", str(tmp_path / "trace.json"))
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
@@ -81,10 +85,14 @@ def test_the_trace_has_a_process_a_rank_and_a_thread_a_stream(tmp_path: Path, ca
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(78.5e3)
     by_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
-        by_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        by_thread.setdefault((event["pid"], event["tid"]), []).append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
     for spans in by_thread.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False)), "Perfetto needs nesting"
+        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False)), (
+            "Perfetto needs nesting"
+        )
 
 
 def test_the_svg_is_a_picture_of_every_span(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +108,10 @@ def test_the_svg_is_a_picture_of_every_span(tmp_path: Path, capsys: pytest.Captu
         (["--compute-ms", "1"], "both --compute-ms and --transfer-ms"),
         ([], "expected either --m, --k, --n and --machine, or --compute-ms"),
         (["--m", "64", "--k", "64", "--n", "64"], "also needs --machine"),
-        (["--m", "63", "--k", "64", "--n", "64", "--machine", "h100-nvlink"], "'--m': expected rows that 4 or 8"),
+        (
+            ["--m", "63", "--k", "64", "--n", "64", "--machine", "h100-nvlink"],
+            "'--m': expected rows that 4 or 8",
+        ),
         (["--m", "64", "--k", "64", "--n", "64", "--machine", "h100-nvlnk"], "Did you mean 'h100-nvlink'"),
         (["--compute-ms", "1", "--transfer-ms", "1", "--schedule", "spiral"], "no schedule family 'spiral'"),
         (["--compute-ms", "1", "--transfer-ms", "1", "--rank", "7"], "a rank from 0 to 3, got 7"),

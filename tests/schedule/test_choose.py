@@ -73,7 +73,12 @@ def test_memory_is_a_limit() -> None:
 
 def test_a_forced_schedule_is_the_only_candidate() -> None:
     choice = choose(
-        Kind.REDUCE_SCATTER, simple_machine(), 4, region(100.0, 90.0), families=("direct",), slices_per_rank=(2,)
+        Kind.REDUCE_SCATTER,
+        simple_machine(),
+        4,
+        region(100.0, 90.0),
+        families=("direct",),
+        slices_per_rank=(2,),
     )
     assert [candidate.name for candidate in choice.candidates] == ["direct x2"]
     with pytest.raises(ValueError, match="no schedule family 'spiral'"):
@@ -86,8 +91,12 @@ def test_one_rank_has_nothing_to_hide() -> None:
         assert not choice.rewrite and choice.plain_us == pytest.approx(100.0)
 
 
-@given(st.sampled_from(KINDS), st.integers(2, 5), st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0.0, 50.0))
-def test_a_choice_is_sound(kind: Kind, ranks: int, compute_us: float, transfer_us: float, latency_us: float) -> None:
+@given(
+    st.sampled_from(KINDS), st.integers(2, 5), st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0.0, 50.0)
+)
+def test_a_choice_is_sound(
+    kind: Kind, ranks: int, compute_us: float, transfer_us: float, latency_us: float
+) -> None:
     machine = simple_machine(latency_us=latency_us)
     choice = choose(kind, machine, ranks, region(compute_us, transfer_us), slices_per_rank=(1, 2))
     assert choice.predicted_us <= choice.plain_us
@@ -109,7 +118,11 @@ def test_every_process_comes_to_the_same_choice() -> None:
     )
     answers = {
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("0", "1")
     }

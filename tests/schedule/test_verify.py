@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fo_compiler.errors import ScheduleError
 from fo_compiler.schedule import (
     FAMILIES,
+    TWO_LEVEL,
     Action,
     Add,
     Compute,
@@ -20,6 +21,7 @@ from fo_compiler.schedule import (
     Recv,
     Schedule,
     Send,
+    Store,
     Wait,
     build,
     verify,
@@ -28,6 +30,9 @@ from fo_compiler.schedule import (
 FAMILY_OF_KIND = [(kind, family) for kind, families in FAMILIES.items() for family in families]
 GATHER = build(Kind.ALL_GATHER, "ring", 4)
 SCATTER = build(Kind.REDUCE_SCATTER, "ring", 4)
+REDUCE = build(Kind.ALL_REDUCE, "ring", 4)
+EXCHANGE = build(Kind.ALL_TO_ALL, "direct", 4)
+EXCHANGE_OUT = build(Kind.ALL_TO_ALL_OUT, "direct", 4)
 
 Edit = Callable[[list[Action]], None]
 
@@ -85,11 +90,27 @@ def set_action(what: type, nth: int, action: Action) -> Edit:
     return edit
 
 
+def add_the_first_stored(program: list[Action]) -> None:
+    i = find(program, Store)
+    store = program[i]
+    assert isinstance(store, Store)
+    program[i] = Add(store.slice, store.step)
+
+
 @pytest.mark.parametrize("kind,family", FAMILY_OF_KIND)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 13, 16])
 def test_every_family_is_accepted(kind: Kind, family: str, ranks: int) -> None:
     for m in range(1, 5 if ranks <= 8 else 3):
         verify(build(kind, family, ranks, m))
+
+
+@pytest.mark.parametrize("kind", list(FAMILIES))
+@pytest.mark.parametrize(
+    "ranks,ranks_per_node", [(4, 2), (6, 2), (6, 3), (8, 4), (12, 4), (4, 1), (4, 4), (1, 1)]
+)
+def test_every_two_level_schedule_is_accepted(kind: Kind, ranks: int, ranks_per_node: int) -> None:
+    for m in (1, 2):
+        verify(build(kind, TWO_LEVEL, ranks, m, ranks_per_node))
 
 
 CASES: dict[str, tuple[Schedule, Edit, str]] = {
@@ -131,6 +152,18 @@ CASES: dict[str, tuple[Schedule, Edit, str]] = {
         r"rank 1, action \d+ Add\(slice=2, step=0",
     ),
     "partial sum missing": (SCATTER, drop(Compute, 1), r"rank 1(, action| never computes)"),
+    "finished sum not stored": (
+        REDUCE,
+        drop(Store, 0),
+        r"rank \d (ends with the contributions|never adds or stores)",
+    ),
+    "finished sum added instead": (REDUCE, add_the_first_stored, r"rank \d ends with the contributions"),
+    "compute of a slice for another rank": (
+        EXCHANGE,
+        set_action(Compute, 0, Compute(4)),
+        r"rank 1 never computes .*5",
+    ),
+    "result not received": (EXCHANGE_OUT, change_post(0, recv=None), r"rank 1 ends without slices \[1\]"),
     "sent before it was added": (
         SCATTER,
         lambda program: program.insert(find(program, Add), program.pop(find(program, Post, 1))),
@@ -174,8 +207,9 @@ def test_a_send_that_nobody_receives_is_refused() -> None:
 
 @given(st.data())
 def test_no_single_deletion_goes_unnoticed(data: st.DataObject) -> None:
-    kind, family = data.draw(st.sampled_from(FAMILY_OF_KIND))
-    schedule = build(kind, family, data.draw(st.sampled_from([2, 4, 6])), data.draw(st.integers(1, 2)))
+    kind = data.draw(st.sampled_from(list(FAMILIES)))
+    family = data.draw(st.sampled_from([*FAMILIES[kind], TWO_LEVEL]))
+    schedule = build(kind, family, data.draw(st.sampled_from([2, 4, 6])), data.draw(st.integers(1, 2)), 2)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     at = data.draw(st.integers(0, len(schedule.program(rank)) - 1))
     with pytest.raises(ScheduleError):

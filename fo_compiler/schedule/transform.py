@@ -1,0 +1,123 @@
+"""Schedules made from schedules.
+
+    reverse      a gather run backwards in time is a scatter: where a slice was passed on, sums now come together
+    all_reduce   the reduce-scatter of one part, with the all-gather of the part before it in flight underneath
+
+So a family is written once, as a gather, and the kinds in which results leave follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .ir import Action, Add, Compute, Post, Program, Recv, Send, Store, Wait
+
+SliceMap = Callable[[int], int]
+
+
+def reverse(program: Program, *, reduces: bool, rename: SliceMap = lambda slice_: slice_) -> Program:
+    """Run `program`, of a kind in which slices arrive, backwards in time.
+
+    A transfer of a slice from a to b becomes one from b to a: its wait is where it is posted, its post where it is awaited.
+    With `reduces` what arrives is a partial sum and is added. `rename` gives the slices their names in the new kind.
+    """
+    posts = {action.step: action for action in program if isinstance(action, Post)}
+    backwards: list[Action] = []
+    for action in reversed(program):
+        match action:
+            case Compute(slice_):
+                backwards.append(replace(action, slice=rename(slice_)))
+            case Wait(step):
+                post = posts[step]
+                send = Send(rename(post.recv.slice), post.recv.peer) if post.recv else None
+                recv = Recv(rename(post.send.slice), post.send.peer) if post.send else None
+                backwards.append(Post(step, send, recv))
+            case Post(step, send_, _):
+                backwards.append(Wait(step))
+                if reduces and send_ is not None:
+                    backwards.append(Add(rename(send_.slice), step))
+            case _:
+                raise AssertionError(f"{action} has no place in a gather")
+    return renumbered(backwards)
+
+
+def renumbered(program: Sequence[Action]) -> Program:
+    """The same program with steps counted from 0 in the order of their posts."""
+    steps = {step: i for i, step in enumerate(a.step for a in program if isinstance(a, Post))}
+    return tuple(a if isinstance(a, Compute) else replace(a, step=steps[a.step]) for a in program)
+
+
+def all_reduce(gather: Program, m: int, rank: int) -> Program:
+    """An all-reduce in `m` parts from the `gather` of `rank`, of one slice a rank (slice = owner).
+
+    Part j is computed and its sums travel to their owners while the finished sums of part j - 1 travel back. The last part's way
+    back has nothing to hide under: it is 1 / m of the whole.
+    """
+    scatter = reverse(gather, reduces=True)
+    out: list[Action] = []
+    steps: dict[tuple[str, int, int], int] = {}
+
+    def emit(actions: Sequence[Action], phase: str, part: int) -> None:
+        for action in actions:
+            if not isinstance(action, Compute):
+                action = replace(action, step=steps.setdefault((phase, part, action.step), len(steps)))
+            out.append(_with_slices(action, lambda slice_: slice_ * m + part))
+
+    scatter_turns = _turns(scatter, compute_first=True)
+    gather_turns = _turns(_storing(gather), compute_first=False)
+    for part in range(m):
+        for scattering, gathering in zip(scatter_turns, gather_turns, strict=True):
+            arriving = [a for a in gathering if not isinstance(a, (Compute, Post))] if part else []
+            leaving = [a for a in gathering if isinstance(a, Post)] if part else []
+            emit([a for a in scattering if not isinstance(a, Post)], "scatter", part)
+            emit(arriving, "gather", part - 1)
+            emit([a for a in scattering if isinstance(a, Post)], "scatter", part)
+            emit(leaving, "gather", part - 1)
+    # Nothing is computed any more: what is finished here leaves at once, the rest as soon as it has arrived.
+    tail = [action for action in _storing(gather) if not isinstance(action, Compute)]
+    at_once = [a for a in tail if isinstance(a, Post) and a.send is not None and a.send.slice == rank]
+    emit([*at_once, *(a for a in tail if a not in at_once)], "gather", m - 1)
+    return renumbered(out)
+
+
+def _turns(program: Program, *, compute_first: bool) -> list[list[Action]]:
+    """The program cut at its computes: each turn has one, at its beginning or at its end."""
+    turns: list[list[Action]] = []
+    turn: list[Action] = []
+    for action in program:
+        if isinstance(action, Compute) and compute_first and turn:
+            turns.append(turn)
+            turn = []
+        turn.append(action)
+        if isinstance(action, Compute) and not compute_first:
+            turns.append(turn)
+            turn = []
+    if turn:
+        turns.append(turn)
+    return turns
+
+
+def _storing(gather: Program) -> Program:
+    """The gather with each received slice stored as a finished sum."""
+    received = {a.step: a.recv.slice for a in gather if isinstance(a, Post) and a.recv is not None}
+    out: list[Action] = []
+    for action in gather:
+        out.append(action)
+        if isinstance(action, Wait) and action.step in received:
+            out.append(Store(received[action.step], action.step))
+    return tuple(out)
+
+
+def _with_slices(action: Action, rename: SliceMap) -> Action:
+    match action:
+        case Compute() | Add() | Store():
+            return replace(action, slice=rename(action.slice))
+        case Post(_, send, recv):
+            return replace(
+                action,
+                send=send and Send(rename(send.slice), send.peer),
+                recv=recv and Recv(rename(recv.slice), recv.peer),
+            )
+        case Wait():
+            return action
