@@ -76,10 +76,9 @@ class Attention(nn.Module):
         q, k = rotary(q, self.rope_theta), rotary(k, self.rope_theta)
         groups = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
-        return self.wo(out.transpose(1, 2).flatten(-2))
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
+        return projected
 
 
 class FeedForward(nn.Module):
@@ -92,7 +91,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class Block(nn.Module):
@@ -105,7 +105,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.feed_forward(self.ffn_norm(x))
+        return x
 
 
 class Llama(nn.Module):
@@ -119,10 +120,11 @@ class Llama(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
+        x: Tensor = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.norm(x))
+        x = self.output(self.norm(x))
+        return x
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
@@ -145,17 +147,13 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
             mesh,
             {
                 "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
+                "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),
                 "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
                 "ffn_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(
-                    input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-                ),
+                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
                 "feed_forward.w1": ColwiseParallel(),
                 "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
                 "feed_forward.w3": ColwiseParallel(),

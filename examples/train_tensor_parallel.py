@@ -51,9 +51,7 @@ def text_batches(steps: int, batch: int, seq_len: int) -> list[tuple[Tensor, Ten
     return batches
 
 
-def train(
-    backend: str, config: LlamaConfig, batches: list[tuple[Tensor, Tensor]], options: dict[str, Any]
-) -> Run:
+def train(backend: str, config: LlamaConfig, batches: list[tuple[Tensor, Tensor]], options: dict[str, Any]) -> Run:
     """Train from the same seed as every other run; returns its losses and times."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -93,7 +91,9 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--schedule", default="auto", help="force a schedule family: ring or direct")
     parser.add_argument("--slices-per-rank", type=int, default=None)
-    parser.add_argument("--rewrite", default="always", help="always, auto or never; on loopback auto may leave all alone")
+    parser.add_argument(
+        "--rewrite", default="always", help="always, auto or never; on loopback auto may leave all alone"
+    )
     parser.add_argument("--tolerance", type=float, default=1e-4, help="largest relative difference of the losses")
     parser.add_argument("--dump-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--json", type=Path, help="write the same as data")
@@ -103,7 +103,10 @@ def main() -> int:
     dist.init_process_group("gloo")
     config = replace(LlamaConfig(), n_layers=args.layers)
     batches = text_batches(args.steps, args.batch, args.seq_len)
-    say(f"{dist.get_world_size()} gloo ranks, {args.layers} layers, {args.steps} steps; the first step of each run compiles")
+    say(
+        f"{dist.get_world_size()} gloo ranks, {args.layers} layers, {args.steps} steps; "
+        "the first step of each run compiles"
+    )
 
     plain = train("inductor", config, batches, {})
     options: dict[str, Any] = {

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import FlashOverlapError, OptionError, TransferError
+    from .explain import explain
     from .options import Options
     from .passes.overlap_pass import FlashOverlapPass
-    from .records import Record, Report, explain, record
+    from .records import Record, Report, record
 
 __version__ = "0.1.0"
 
@@ -26,7 +27,7 @@ _HOMES = {
     "Record": "records",
     "Report": "records",
     "TransferError": "errors",
-    "explain": "records",
+    "explain": "explain",
     "record": "records",
 }
 __all__ = [

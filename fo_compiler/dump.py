@@ -1,10 +1,10 @@
 """Dumps of a compile: the graph before and after, each region as a drawing, its schedule as a timeline.
 
-    <dump_dir>/rank<r>/<number>_<graph>/
-        before.txt  after.txt      one line a node: name, dtype and shape, op and inputs; region, step and stream
-        records.txt  records.json  what was done with each collective, and why
-        <region>.dot               the rewritten region, for Graphviz
-        <region>_timeline.txt      the program of this rank, step by step
+<dump_dir>/rank<r>/<number>_<graph>/
+    before.txt  after.txt      one line a node: name, dtype and shape, op and inputs; region, step and stream
+    records.txt  records.json  what was done with each collective, and why
+    <region>.dot               the rewritten region, for Graphviz
+    <region>_timeline.txt      the program of this rank, step by step
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Graph, Node
 
 from .errors import OptionError
@@ -123,10 +122,16 @@ def region_dot(graph: Graph, tag: str) -> str:
     """The nodes of one rewritten region for Graphviz: a box a node, coloured by stream, ordered by their data."""
     nodes = [node for node in graph.nodes if getattr(node.meta.get("fo"), "region", None) == tag]
     colours = {"compute": "#cfe2f3", "comm": "#fce5cd"}
-    lines = [f'digraph "{tag}" {{', "  rankdir=TB;", '  node [shape=box, style=filled, fontname="monospace"];']
+    lines = [
+        f'digraph "{tag}" {{',
+        "  rankdir=TB;",
+        '  node [shape=box, style=filled, fontname="monospace"];',
+    ]
     for node in nodes:
         place = node.meta["fo"]
-        lines.append(f'  "{node.name}" [fillcolor="{colours[str(place.stream)]}", label="{node.name}\\n{_type(node)}"];')
+        lines.append(
+            f'  "{node.name}" [fillcolor="{colours[str(place.stream)]}", label="{node.name}\\n{_type(node)}"];'
+        )
     inside = set(nodes)
     for node in nodes:
         for source in node.all_input_nodes:

@@ -92,7 +92,9 @@ def _from_environment() -> dict[str, Any]:
             continue
         if name == "slices_per_rank":
             if not text.isdecimal() or int(text) < 1:
-                raise OptionError(f"environment variable {variable}: expected a whole number of at least 1, got {text!r}.")
+                raise OptionError(
+                    f"environment variable {variable}: expected a whole number of at least 1, got {text!r}."
+                )
             values[name] = int(text)
         elif name in _CHOICES and text not in _CHOICES[name]:
             choices = ", ".join(map(repr, _CHOICES[name]))

@@ -106,9 +106,7 @@ def format_table(records: Sequence[Record], width: int = 150) -> str:
         for record in records
     ]
     caps = (10, 28, 5, 12, 34)
-    widths = [
-        min(cap, max(len(row[column]) for row in (header, *rows))) for column, cap in enumerate(caps)
-    ]
+    widths = [min(cap, max(len(row[column]) for row in (header, *rows))) for column, cap in enumerate(caps)]
     widths.append(max(20, width - sum(widths) - 2 * len(widths)))
     lines: list[str] = []
     for row in (header, tuple("-" * w for w in widths), *rows):
@@ -148,9 +146,10 @@ def publish_payload(payload: str) -> None:
 
 @contextmanager
 def record() -> Iterator[Report]:
-    """Collect the records of everything that is compiled, or first runs out of a cache, inside the block.
+    """Collect the records of all that is compiled, or first runs out of a cache, inside the block.
 
-    Graphs with identical records appear once. A graph that was compiled before, and runs again inside the block, appears too.
+    Graphs with identical records appear once. A graph that was compiled before, and runs again inside the block,
+    appears too.
     """
     report = Report()
     _recorders.append(report)
@@ -158,40 +157,3 @@ def record() -> Iterator[Report]:
         yield report
     finally:
         _recorders.remove(report)
-
-
-def explain(model: Any, *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
-    """Compile `model` for these arguments, run it forward and backward once, and report every collective.
-
-    The arguments are the model's; `options` are the backend's. All ranks have to call it together, since the model runs. It
-    leaves no gradient behind, and restores buffers and the random state. `model` itself is not compiled by it.
-    """
-    import copy
-
-    import torch
-
-    from .torch_adapter import tree_leaves
-
-    compiled = torch.compile(model, backend="flashoverlap", options=dict(options or {}))
-    buffers = {name: copy.copy(b.detach()).clone() for name, b in model.named_buffers()} if isinstance(model, torch.nn.Module) else {}
-    with record() as report, torch.random.fork_rng():
-        output = compiled(*args, **kwargs)
-        leaves = tree_leaves(output)
-        roots = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        sources = [
-            leaf
-            for leaf in (
-                *tree_leaves((args, kwargs)),
-                *(model.parameters() if isinstance(model, torch.nn.Module) else ()),
-            )
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if roots and sources:
-            torch.autograd.grad(
-                roots, sources, [torch.ones_like(root) for root in roots], allow_unused=True
-            )
-    if buffers:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
-    return report

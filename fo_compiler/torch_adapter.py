@@ -28,9 +28,10 @@ if TORCH_VERSION < OLDEST:
 
 def resolve_process_group(group_name: str) -> ProcessGroup:
     """The process group with this name (torch.distributed.distributed_c10d, 2.11 to 2.14)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    import torch.distributed.distributed_c10d as c10d
 
-    return _resolve_process_group(group_name)  # type: ignore[no-any-return, arg-type, unused-ignore]
+    group: ProcessGroup = c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, unused-ignore]
+    return group
 
 
 def group_members() -> dict[str, list[int]]:
@@ -76,7 +77,10 @@ def as_pass_list(value: Any) -> list[Callable[[fx.Graph], None]]:
 def compile_with_inductor(
     gm: fx.GraphModule, example_inputs: list[Any], config_patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor (torch._inductor.compile_fx, 2.11 to 2.14), with configuration for this compile alone."""
+    """AOTAutograd and Inductor, with configuration for this compile alone
+
+    Lives in torch._inductor.compile_fx, 2.11 to 2.14.
+    ."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, example_inputs, config_patches=dict(config_patches))  # type: ignore[return-value]
@@ -93,10 +97,11 @@ def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
     """Make Inductor run `node` after `dependencies`, without making it read them; returns the node that replaces it.
 
     The control_deps operator (torch._inductor.fx_passes.control_dependencies, 2.11 to 2.14) calls a one-node subgraph.
-    That node gets no "val": Inductor would take the subgraph's output for a graph output and pin its strides, and a matmul
-    could no longer write into its part of a joined buffer.
+    That node gets no "val": Inductor would take the subgraph's output for a graph output and pin its strides, and a
+    matmul could no longer write into its part of a joined buffer.
     """
     from torch._inductor.fx_passes.control_dependencies import control_deps
+    from torch.fx._lazy_graph_module import _LazyGraphModule  # makes no code of a graph that nobody calls
 
     graph, owner = node.graph, node.graph.owning_module
     assert owner is not None
@@ -114,7 +119,7 @@ def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
     call.meta.update({key: value for key, value in node.meta.items() if key != "val"})
     body.output(call)
     attribute = f"fo_{node.name}"
-    setattr(owner, attribute, fx.GraphModule(owner, body))
+    setattr(owner, attribute, _LazyGraphModule(owner, body))
     with graph.inserting_before(node):
         subgraph = graph.get_attr(attribute)
         ordered = graph.call_function(control_deps, (tuple(dependencies), subgraph, *operands))
@@ -126,8 +131,15 @@ def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
     return ordered
 
 
+def tree_leaves(value: Any) -> list[Any]:
+    """The leaves of nested containers (torch.utils._pytree, 2.11 to 2.14)."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_leaves(value)
+
+
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Write an artifact of the current compile for tlparse (torch._logging.trace_structured, 2.11 to 2.14)."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)

@@ -1,4 +1,4 @@
-"""What holds of every graph that leaves our passes, checked each time: cheap, and a bug stops here and not in a hang."""
+"""What holds of every graph that leaves our passes, checked each time: a bug stops here, and not in a hang."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch.fx import Graph, Node
 
 from ..errors import RewriteError
 from ..runtime import ops
+from .separability import strides_that_matter
 
 
-def signature(graph: Graph) -> list[tuple[torch.Size, torch.dtype, tuple[int, ...]] | None]:
+def signature(graph: Graph) -> list[object]:
     """Shape, dtype and strides of each output of a graph."""
     (output,) = graph.find_nodes(op="output")
-    found: list[tuple[torch.Size, torch.dtype, tuple[int, ...]] | None] = []
+    found: list[object] = []
     for value in output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args:
         tensor = value.meta.get("val") if isinstance(value, Node) else None
         found.append(
-            (tensor.shape, tensor.dtype, tensor.stride()) if isinstance(tensor, torch.Tensor) else None
+            (tensor.shape, tensor.dtype, strides_that_matter(tensor)) if isinstance(tensor, torch.Tensor) else None
         )
     return found
 
@@ -26,8 +27,8 @@ def signature(graph: Graph) -> list[tuple[torch.Size, torch.dtype, tuple[int, ..
 def verify_graph(graph: Graph, expected: list[object], collectives: Mapping[str, bool]) -> None:
     """Raise RewriteError unless the graph is well-formed.
 
-    `expected` is the `signature` from before; `collectives` says for each collective node by name whether it was to be taken
-    out of the graph.
+    `expected` is the `signature` from before; `collectives` says for each collective node by name whether it was to be
+    taken out of the graph.
     """
     graph.lint()
     if signature(graph) != expected:

@@ -1,6 +1,6 @@
 """The pass: every collective of a post-grad graph, to its record and, where it pays, to a rewritten region.
 
-    site -> region -> schedule -> rewrite,  one collective after the other;  then order, then a check
+site -> region -> schedule -> rewrite,  one collective after the other;  then order, then a check
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
     `flashoverlap` uses it too. `before` are custom passes that run first.
     """
 
-    def __init__(
-        self, options: Options | None = None, before: tuple[Callable[[Graph], None], ...] = ()
-    ) -> None:
+    def __init__(self, options: Options | None = None, before: tuple[Callable[[Graph], None], ...] = ()) -> None:
         self.options = options or Options.create()
         self.before = before
 
@@ -75,8 +73,11 @@ class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
         return hashlib.sha256("\0".join(parts).encode()).digest()
 
 
-def overlap(graph: Graph, options: Options, groups: Groups) -> GraphRecords:
-    """Rewrite `graph` in place, and publish a record for each of its collectives."""
+def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) -> GraphRecords:
+    """Rewrite `graph` in place, and publish a record for each of its collectives.
+
+    `pin` fixes the order of launch for a compiler; an interpreter runs the nodes as they stand, and needs none of it.
+    """
     collectives = [node for node in graph.nodes if is_collective(node)]
     if not collectives:
         return GraphRecords(())
@@ -97,9 +98,8 @@ def overlap(graph: Graph, options: Options, groups: Groups) -> GraphRecords:
     verify_graph(graph, outputs_before, taken_out)
     if dump is not None:
         dump.finish(graph, [(r.tag, r.schedule, r.region.site.rank) for r in done], published)
-    if done:
+    if done and pin:
         pin_order(graph)
-        graph.lint()
     trace_artifact(f"fo_compiler_{which}_records", lambda: format_table(published.records))
     publish(published)
     return published
@@ -155,20 +155,19 @@ def _choose(site: Site, region: Region, options: Options) -> Schedule:
 
 def _announce(graph: Graph, published: GraphRecords) -> None:
     """Let the graph carry its records, in front of what the first transfer or collective sends."""
-    first = next(
-        (n for n in graph.nodes if n.target is ops.exchange or (is_collective(n) and n.all_input_nodes)), None
-    )
+    first = next((n for n in graph.nodes if n.target is ops.exchange or (is_collective(n) and n.all_input_nodes)), None)
     if first is None:
         return
     anchor = first.all_input_nodes[0]
     if not isinstance(anchor.meta.get("val"), torch.Tensor):
         return
     with graph.inserting_before(first):
-        node = graph.create_node(
-            "call_function", ops.announce, (anchor, published.to_payload()), name="fo_records"
-        )
+        node = graph.create_node("call_function", ops.announce, (anchor, published.to_payload()), name="fo_records")
     node.meta["val"] = torch.ops.aten.alias.default(anchor.meta["val"])
-    readers = [first, *(first.users if first.target is ops.exchange else ())]  # a wait names what was sent, too
+    readers = [
+        first,
+        *(first.users if first.target is ops.exchange else ()),
+    ]  # a wait names what was sent, too
     for reader in readers:
         reader.replace_input_with(anchor, node)
 

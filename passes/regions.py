@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import getitem
 
 import torch
 from torch.fx import Node
@@ -52,8 +53,8 @@ class Region:
     def read_outside(self) -> tuple[list[Node], set[Node]]:
         """The sliced tensors that are joined (or summed) for readers outside, and the members that stay for that.
 
-        Where a view of another member is read outside, the view stays in the graph as it is and reads the joined tensor:
-        a matmul can write its slice in place of the joined buffer, a view of it cannot.
+        Where a view of a member is read outside, the view stays in the graph as it is, and reads the joined tensor: a
+        matmul can write its slice in place of the joined buffer, a view of it cannot.
         """
         inside = {*self.members, self.site.collective, self.site.wait}
         for node in reversed(self.site.glue):
@@ -65,14 +66,14 @@ class Region:
         for node in reversed([*start, *self.members]):
             if all(user in inside and user not in kept for user in node.users):
                 continue
-            if node.target in VIEWS and node.args[0] in self.splits:
+            if node.target in VIEWS or (node.target is getitem and node.args[0].target in VIEWS):  # type: ignore[union-attr]
                 kept.add(node)
             else:
                 outputs.append(node)
         return outputs[::-1], kept
 
     def replaced(self) -> set[Node]:
-        """The nodes that the rewrite takes out of the graph: the collective, members, and glue that nothing else reads."""
+        """What the rewrite takes out of the graph: the collective, members, and glue that nothing else reads."""
         site = self.site
         _, kept = self.read_outside()
         dead = {*self.members, site.collective, site.wait} - kept
@@ -181,7 +182,7 @@ def _check_outside_inputs(split: Split, region: Region) -> None:
 
 
 def _grow_upstream(region: Region) -> None:
-    """Visit what the scattered tensor depends on, in reverse graph order, while a wanted cut is left to be carried on."""
+    """Visit what the scattered tensor depends on, in reverse graph order, while a cut is left to be carried on."""
     site, n = region.site, region.slices
     slice_size(shape_of(site.value), Cut(site.dim), n)
     wanted: dict[Node, Cut] = {site.value: Cut(site.dim)}
@@ -246,8 +247,13 @@ def _trim(region: Region, toward_matmuls: bool) -> None:
         neighbours = node.users if toward_matmuls else node.all_input_nodes
         if node.target in MATMULS or is_sum or any(other in kept for other in neighbours):
             kept.add(node)
-    region.members = [node for node in region.members if node in kept]
+    for node in list(kept):  # the results of an op with several go together
+        for item in node.users if isinstance(node.meta.get("val"), (tuple, list)) else ():
+            kept.add(item)
+            region.splits[item] = Split({node: region.cuts[node]}, region.cuts[node])
+            region.cuts[item] = region.cuts[node]
+    region.members = sorted(kept)
     region.splits = {node: region.splits[node] for node in region.members}
-    region.cuts = {
-        node: cut for node, cut in region.cuts.items() if node in kept or (region.is_gather and node is region.site.value)
-    }
+    if region.is_gather:
+        kept.add(region.site.value)
+    region.cuts = {node: cut for node, cut in region.cuts.items() if node in kept}

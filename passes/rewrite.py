@@ -20,7 +20,7 @@ from ..runtime import ops
 from ..schedule import Add, Compute, Post, Schedule, Stream, Wait
 from .regions import Region
 from .rules import ADD_PRODUCT, SHAPE_ARGUMENT, aten, prims
-from .separability import Cut, local_shape, shape_of, tensor_of
+from .separability import Cut, local_shape, shape_of, strides_that_matter, tensor_of
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _Writer:
             return source
 
         args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
-        target = aten.reshape.default if node.target is aten.view.default else node.target
+        target: Any = aten.reshape.default if node.target is aten.view.default else node.target
         if node.target in SHAPE_ARGUMENT:
             assert split.output is not None
             shape = local_shape(shape_of(node), split.output, self.region.slices)
@@ -170,9 +170,15 @@ class _Writer:
             where, dim = source, cut.dim
             if cut.outer > 1:
                 rows = [*shape[:dim], cut.outer, n * size, *shape[dim + 1 :]]
-                where, dim = self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_), dim + 1
+                where, dim = (
+                    self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_),
+                    dim + 1,
+                )
             piece = self._emit(
-                f"{source.name}_slice", aten.slice.Tensor, (where, dim, slice_ * size, (slice_ + 1) * size), slice_
+                f"{source.name}_slice",
+                aten.slice.Tensor,
+                (where, dim, slice_ * size, (slice_ + 1) * size),
+                slice_,
             )
             if cut.outer > 1:
                 flat = local_shape(shape, cut, n)
@@ -250,8 +256,8 @@ class _Writer:
     def _join(self, node: Node) -> Node:
         """The whole tensor from its slices, written in place of each other.
 
-        With `outer` repetitions the joined buffer keeps the slices one behind the other, so that a matmul can still write
-        its slice in place, and a view puts the rows in order: free for the pointwise op that reads it.
+        With `outer` repetitions the joined buffer keeps the slices one behind the other, so that a matmul can still
+        write its slice in place, and a view puts the rows in order: free for the pointwise op that reads it.
         """
         cut, n = self.region.cuts[node], self.region.slices
         pieces = [self.pieces[node][slice_] for slice_ in range(n)]
@@ -273,9 +279,9 @@ class _Writer:
     def _with_strides_of(self, original: Node, result: Node) -> Node:
         """Give `result` the strides of `original`, where they are those of a permuted contiguous tensor."""
         wanted, got = tensor_of(original), tensor_of(result)
-        if wanted.stride() == got.stride():
+        if strides_that_matter(wanted) == strides_that_matter(got):
             return result
-        order = sorted(range(wanted.dim()), key=lambda dim: (-wanted.stride(dim), dim))
+        order = sorted(range(wanted.dim()), key=lambda dim: (-wanted.stride()[dim], dim))
         if wanted.permute(order).is_contiguous():
             name = f"strides_{original.name}"
             back = [order.index(dim) for dim in range(len(order))]

@@ -41,8 +41,7 @@ def _broadcast(shape: tuple[int, ...], labels: tuple[Label, ...], sizes: tuple[i
     """Labels of an operand of `shape` that broadcasts to `sizes`, whose dims are `labels`: aligned from the right."""
     offset = len(labels) - len(shape)
     return tuple(
-        labels[offset + dim] if size == sizes[offset + dim] and size != 1 else None
-        for dim, size in enumerate(shape)
+        labels[offset + dim] if size == sizes[offset + dim] and size != 1 else None for dim, size in enumerate(shape)
     )
 
 
@@ -81,7 +80,10 @@ def einsum(spec: str) -> Callable[[Node], Axes]:
                 sizes[letter] = max(size, sizes.get(letter, 1))
         return Axes(
             tuple(
-                (operand, _broadcast(shape_of(operand), tuple(labels), tuple(sizes[letter] for letter in labels)))
+                (
+                    operand,
+                    _broadcast(shape_of(operand), tuple(labels), tuple(sizes[letter] for letter in labels)),
+                )
                 for operand, labels in zip(operands, letters, strict=False)
             ),
             tuple(output),
@@ -106,7 +108,7 @@ def reduction(sums: bool = False) -> Callable[[Node], Axes]:
         labels = _identity_labels(source)
         reduced = _modulo(argument(node, "dim"), len(labels))
         if argument(node, "keepdim"):
-            output: tuple[Label, ...] = tuple(None if dim in reduced else dim for dim in labels)  # type: ignore[misc]
+            output: tuple[Label, ...] = tuple(None if dim in reduced else dim for dim in labels)
         else:
             output = tuple(dim for dim in labels if dim not in reduced)
         return Axes(((source, labels),), output, frozenset(() if sums else reduced), sums)
@@ -158,7 +160,10 @@ def squeeze(node: Node) -> Axes:
     (source,) = tensor_operands(node)
     shape, labels = shape_of(source), _identity_labels(source)
     dims = _modulo(argument(node, "dim"), len(shape))
-    return Axes(((source, labels),), tuple(x for x, size in zip(labels, shape, strict=True) if x not in dims or size != 1))
+    return Axes(
+        ((source, labels),),
+        tuple(x for x, size in zip(labels, shape, strict=True) if x not in dims or size != 1),
+    )
 
 
 def expand(node: Node) -> Axes:
@@ -279,11 +284,27 @@ _POINTWISE_RULE = AxesRule(pointwise)
 # Ops that take the shape of their output: which argument it is, to be replaced by that of the slice.
 SHAPE_ARGUMENT: dict[Any, int] = dict.fromkeys((*_RESHAPES, aten.expand.default), 1)
 
-# Ops of one tensor that only say how it is read.
-VIEWS = frozenset((*_RESHAPES, aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default))
+# Ops that only say how one tensor is read: free to be done on the whole tensor again.
+VIEWS: frozenset[Any] = frozenset(
+    (
+        *_RESHAPES,
+        aten.alias.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+    )
+)
 
 # What makes a region worth having, and how the partial sums of slices are added up where its K dim is cut.
-MATMULS = frozenset(
+MATMULS: frozenset[Any] = frozenset(
     {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
 )
 ADD_PRODUCT: dict[Any, Any] = {

@@ -9,7 +9,7 @@ output does not have, and the output is a sum over the slices.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -76,6 +76,15 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def strides_that_matter(tensor: torch.Tensor) -> tuple[int | torch.SymInt | None, ...]:
+    """Strides, without those of dims of size 1 and of empty tensors: nothing depends on them."""
+    empty = any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    return tuple(
+        None if empty or (isinstance(size, int) and size == 1) else stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def slice_size(shape: tuple[int, ...], cut: Cut, n: int) -> int:
     """Size of one slice along the cut dim, counting one of the `outer` repetitions. Raises NotSeparable if uneven."""
     size = shape[cut.dim]
@@ -136,7 +145,7 @@ class Axes:
 class AxesRule:
     """A rule that follows from the node's axes alone."""
 
-    axes: AxesOf
+    axes: Callable[[Node], Axes]
 
     def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
         axes = self.axes(node)
@@ -157,12 +166,8 @@ class AxesRule:
         return axes.split(node, axes.output[cut.dim], cut.outer, n)
 
 
-class AxesOf(Protocol):
-    def __call__(self, node: Node) -> Axes: ...
-
-
 class ReshapeRule:
-    """View, reshape, flatten, unflatten: a slice stays a slice if no dim boundary of the other shape falls inside it."""
+    """View, reshape, flatten: a slice stays a slice if no dim boundary of the other shape falls inside it."""
 
     def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
         ((source, cut),) = cuts.items()
@@ -174,13 +179,11 @@ class ReshapeRule:
         return Split({source: reshaped_cut(node, shape_of(node), shape_of(source), cut, n)}, cut)
 
 
-def reshaped_cut(
-    node: Node, source: tuple[int, ...], target: tuple[int, ...], cut: Cut, n: int
-) -> Cut:
+def reshaped_cut(node: Node, source: tuple[int, ...], target: tuple[int, ...], cut: Cut, n: int) -> Cut:
     """Where a cut of shape `source` lies in shape `target` with the same elements in the same order.
 
-    In flat order a cut repeats a pattern: n blocks of `block` elements, one for each slice. It is a cut of target dim d iff
-    a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
+    In flat order a cut repeats a pattern: n blocks of `block` elements, one for each slice. It is a cut of target dim d
+    iff a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
     """
     block = slice_size(source, cut, n) * prod(source[cut.dim + 1 :])
     pattern = n * block

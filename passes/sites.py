@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ..schedule import Kind
 from .rules import aten
@@ -26,7 +26,7 @@ from .separability import NotSeparable, shape_of
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 
-_KINDS = {
+_KINDS: dict[object, Kind] = {
     c10d.all_gather_into_tensor.default: Kind.ALL_GATHER,
     c10d.reduce_scatter_tensor.default: Kind.REDUCE_SCATTER,
 }
@@ -141,7 +141,7 @@ def _scattered(source: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:
     if source.target is aten.cat.default and _cat_dim(source) == 0:
         pieces = source.args[0]
         assert isinstance(pieces, Sequence)
-        chains = [_back_through_copies(piece) for piece in pieces]
+        chains = [_back_through_copies(piece) for piece in pieces if isinstance(piece, Node)]
         first = _block_source(chains[0][-1])
         if first is not None:
             whole, dim = first
@@ -171,7 +171,8 @@ def _blocks(whole: Node, dim: int, ranks: int) -> list[Node] | None:
                     found[item.args[1]] = item  # type: ignore[index]
         elif _block_source(user) == (whole, dim):
             start = user.args[2] if len(user.args) > 2 else 0
-            found[start // (size // ranks)] = user  # type: ignore[operator]
+            if isinstance(start, int):
+                found[start // (size // ranks)] = user
     blocks = [found.get(rank) for rank in range(ranks)]
     if any(block is None or shape_of(block)[dim] * ranks != size for block in blocks):
         return None

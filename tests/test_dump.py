@@ -20,9 +20,7 @@ RANKS = 2
 def dumped(directory: Path, gather: bool = True) -> tuple[fx.GraphModule, Path]:
     """A graph with one region, rewritten as rank 0, and where its dump lies."""
     if gather:
-        gm = capture(
-            lambda x, w: torch.relu(all_gather(x, 0, RANKS) @ w), [torch.ones(4, 8), torch.ones(8, 6)]
-        )
+        gm = capture(lambda x, w: torch.relu(all_gather(x, 0, RANKS) @ w), [torch.ones(4, 8), torch.ones(8, 6)])
     else:
         gm = capture(lambda x, w: reduce_scatter(x @ w, 0, RANKS), [torch.ones(4, 8), torch.ones(8, 6)])
     before = set(directory.glob("rank0/*"))

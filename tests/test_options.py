@@ -29,9 +29,7 @@ def test_options_are_frozen_and_name_every_field() -> None:
 
 
 def test_every_option_that_is_documented_may_be_given() -> None:
-    options = Options.create(
-        {"rewrite": "always", "schedule": "ring", "slices_per_rank": 2, "dump_dir": Path("d")}
-    )
+    options = Options.create({"rewrite": "always", "schedule": "ring", "slices_per_rank": 2, "dump_dir": Path("d")})
     assert (options.rewrite, options.schedule, options.slices_per_rank) == ("always", "ring", 2)
     assert options.dump_dir == Path("d")
 

@@ -91,9 +91,7 @@ def test_the_public_names_all_load_and_an_unknown_one_is_an_attribute_error() ->
         _ = fo_compiler.no_such_name
 
 
-@pytest.mark.parametrize(
-    "module", ["fo_compiler", "fo_compiler.passes", "fo_compiler.codegen", "fo_compiler.commands"]
-)
+@pytest.mark.parametrize("module", ["fo_compiler", "fo_compiler.passes", "fo_compiler.codegen", "fo_compiler.commands"])
 def test_importing_a_package_is_cheap(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'triton', 'sympy')])"
     assert python(code) == "[]"
@@ -119,13 +117,9 @@ def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             names = [ast.unparse(node)]
         for name in names:
             parts = name.split(".")
-            private = (
-                any(p.startswith("_") and not p.endswith("__") for p in parts) or "distributed_c10d" in parts
-            )
+            private = any(p.startswith("_") and not p.endswith("__") for p in parts) or "distributed_c10d" in parts
             # The class of ATen ops has no public name; `torch.ops` is the public door to registered ops.
-            allowed = (
-                name.startswith("torch._ops.OpOverload") or name == "torch._ops" or parts[1:2] == ["ops"]
-            )
+            allowed = name.startswith("torch._ops.OpOverload") or name == "torch._ops" or parts[1:2] == ["ops"]
             if parts[0] == "torch" and private and not allowed:
                 yield node.lineno, name
 

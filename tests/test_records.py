@@ -10,12 +10,8 @@ import pytest
 from fo_compiler import records as records_module
 from fo_compiler.records import GraphRecords, Record, format_table, publish, publish_payload, record
 
-DONE = Record(
-    "forward", "all_gather_into_tensor (ag_1)", 4, True, "ring x2", ("mm", "mm_1"), "float32[8, 4]: 8 slices"
-)
-LEFT = Record(
-    "backward", "all_reduce (all_reduce)", 2, False, None, (), "not a kind that is sliced — yet, 'quoted'"
-)
+DONE = Record("forward", "all_gather_into_tensor (ag_1)", 4, True, "ring x2", ("mm", "mm_1"), "float32[8, 4]: 8 slices")
+LEFT = Record("backward", "all_reduce (all_reduce)", 2, False, None, (), "not a kind that is sliced — yet, 'quoted'")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """A world whose ranks are threads of one process: the second transport, for tests and for checking a rewrite.
 
-Nothing is copied before the receiver waits, so that a buffer which is reused while it is in flight gives wrong values here,
-as it would on a network.
+Nothing is copied before the receiver waits, so that a buffer which is reused while it is in flight gives wrong values
+here, as it would on a network.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class LocalTransport:
         members = self.world.members(group_name, self.global_rank)
         return members.index(self.global_rank), len(members)
 
-    def post(
-        self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None
-    ) -> Transfer:
+    def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         world = self.world
         members = world.members(group_name, self.global_rank)
-        message, incoming, turn = None, (), 0
+        message: _Message | None = None
+        incoming: tuple[Any, ...] = ()
+        turn = 0
         with world.changed:
             if send is not None:
                 message = _Message(send[0])
@@ -140,7 +140,9 @@ class _LocalTransfer:
                 world.wait_until(lambda: len(world.sent[self.incoming]) > self.turn, f"receive {self.incoming}")
                 arrived = world.sent[self.incoming][self.turn]
                 if arrived.tensor.shape != self.buffer.shape or arrived.tensor.dtype != self.buffer.dtype:
-                    raise RuntimeError(f"receive {self.incoming}: expected {self.buffer.shape}, got {arrived.tensor.shape}")
+                    raise RuntimeError(
+                        f"receive {self.incoming}: expected {self.buffer.shape}, got {arrived.tensor.shape}"
+                    )
                 self.buffer.copy_(arrived.tensor)
                 arrived.taken = True
                 world.changed.notify_all()

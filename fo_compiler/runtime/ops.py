@@ -63,7 +63,7 @@ def _wait(recv: Tensor, sent: Tensor) -> Tensor:
         transfer.wait()
     except RuntimeError as error:
         raise _failure("failed", label, error) from error
-    return torch.ops.aten.alias.default(recv)  # an op may not return an input itself
+    return _alias(recv)
 
 
 def _address(recv: Tensor) -> int:
@@ -83,11 +83,12 @@ def _exchange_fake(send: Tensor, dst: int, src: int, group_name: str, label: str
 
 def _announce(anchor: Tensor, records: str) -> Tensor:
     publish_payload(records)
-    return torch.ops.aten.alias.default(anchor)
+    return _alias(anchor)
 
 
-def _alias_fake(tensor: Tensor, _: object) -> Tensor:
-    return torch.ops.aten.alias.default(tensor)
+def _alias(tensor: Tensor, *_: object) -> Tensor:
+    alias: Tensor = torch.ops.aten.alias.default(tensor)  # an op may not return an input itself
+    return alias
 
 
 def pending_transfers() -> list[str]:
@@ -100,8 +101,8 @@ _LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")
 _LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
 _LIBRARY.impl("announce", _announce, "CompositeExplicitAutograd")
 torch.library.register_fake("fo_compiler::exchange", _exchange_fake, lib=_LIBRARY)
-torch.library.register_fake("fo_compiler::wait", _alias_fake, lib=_LIBRARY)
-torch.library.register_fake("fo_compiler::announce", _alias_fake, lib=_LIBRARY)
+torch.library.register_fake("fo_compiler::wait", _alias, lib=_LIBRARY)
+torch.library.register_fake("fo_compiler::announce", _alias, lib=_LIBRARY)
 
 exchange = torch.ops.fo_compiler.exchange.default
 wait = torch.ops.fo_compiler.wait.default

@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,9 +33,7 @@ class Transport(Protocol):
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         """This rank's number in the group, and the number of ranks in it."""
 
-    def post(
-        self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None
-    ) -> Transfer:
+    def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         """Start both directions together and return at once: (tensor, peer) each, or None."""
 
 
@@ -57,9 +55,7 @@ class C10dTransport:
         group = resolve_process_group(group_name)
         return group.rank(), group.size()
 
-    def post(
-        self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None
-    ) -> Transfer:
+    def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         group = resolve_process_group(group_name)
         # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
         ops = [
@@ -71,7 +67,7 @@ class C10dTransport:
 
 def _directions(
     send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None
-) -> Iterator[tuple[object, tuple[Tensor, int]]]:
+) -> Iterator[tuple[Callable[..., Any], tuple[Tensor, int]]]:
     if send is not None:
         yield dist.isend, send
     if recv is not None:

@@ -1,0 +1,49 @@
+# Every target sets up what it needs: a private virtual environment in .venv, made once and reused.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+RANKS ?= 2
+BIN := .venv/bin
+RUN := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test quick lint format bench env-report clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "make %-12s %s\n", $$1, $$2}'
+
+.venv/ready: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv (about a minute the first time)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" 2>&1 | grep -v "^WARNING" || true
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,lint]"
+	@touch $@
+
+venv: .venv/ready  ## make the virtual environment in .venv
+
+demo: .venv/ready  ## train a tensor-parallel Llama with plain Inductor and with flashoverlap, and compare (RANKS=4 for 4 ranks)
+	$(RUN) $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_tensor_parallel.py $(ARGS)
+
+test: .venv/ready  ## run all tests (under 15 minutes on 2 cores)
+	$(RUN) $(BIN)/python -m pytest
+
+quick: .venv/ready  ## run the fast tests (under 90 seconds)
+	$(RUN) FO_TEST_EXAMPLES=80 $(BIN)/python -m pytest -m "not slow"
+
+lint: .venv/ready  ## check format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/ready  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/ready  ## measure (benchmarks/); results go to benchmarks/results/
+	$(RUN) $(BIN)/python -m benchmarks
+
+env-report: .venv/ready  ## versions, devices and effective options, for a bug report
+	@$(BIN)/fo-compiler env
+
+clean:  ## remove the virtual environment and what was built
+	rm -rf .venv build dist *.egg-info runs

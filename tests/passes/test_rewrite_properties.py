@@ -1,0 +1,73 @@
+"""Random separable programs: the rewritten graph, run by N threads, gives what the plain graph gives."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from fo_compiler.options import Options
+from fo_compiler.testing import assert_equivalent
+from tests.programs import Program, gather_programs, scatter_programs
+
+EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250"))
+PROFILE = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+forced = st.builds(
+    Options,
+    rewrite=st.just("always"),
+    schedule=st.sampled_from(["auto", "ring", "direct"]),
+    slices_per_rank=st.sampled_from([1, 1, 2, 3, 4]),
+)
+few_ranks = st.sampled_from([2, 2, 3, 3, 4])
+
+
+def check(program: Program, options: Options, seed: int) -> None:
+    tolerance = TOLERANCE[program.dtype]
+    published = assert_equivalent(program.module, program.make_inputs(seed), options, rtol=tolerance, atol=tolerance)
+    for record in published.records:
+        event(f"{record.collective.partition(' ')[0]}: {'rewritten' if record.rewritten else 'left'}")
+
+
+@PROFILE
+@given(gather_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_what_follows_an_all_gather_is_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@PROFILE
+@given(scatter_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_what_precedes_a_reduce_scatter_is_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 8)
+@given(
+    st.one_of(
+        gather_programs(st.integers(5, 8), [torch.float64]),
+        scatter_programs(st.integers(5, 8), [torch.float64]),
+    ),
+    forced,
+)
+def test_larger_groups_give_the_same(program: Program, options: Options) -> None:
+    check(program, options, 0)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 4)
+@given(
+    st.one_of(
+        gather_programs(few_ranks, [torch.float32, torch.bfloat16]),
+        scatter_programs(few_ranks, [torch.float32, torch.bfloat16]),
+    ),
+    forced,
+)
+def test_narrow_types_agree_within_their_rounding(program: Program, options: Options) -> None:
+    check(program, options, 0)
