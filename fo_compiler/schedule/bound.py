@@ -66,16 +66,11 @@ class _Border:
     ) -> None:
         within = frozenset(inside)
         outside = [rank for rank in range(fabric.ranks) if rank not in within]
-        links = [
-            fabric.link(i, o) if mirrored else fabric.link(o, i) for o in outside for i in sorted(within)
-        ]
+        links = [fabric.link(i, o) if mirrored else fabric.link(o, i) for o in outside for i in sorted(within)]
         alone = [fabric.alone_GBps(link) for link in links]
         self.latency_us = min(fabric.latency_us[link] for link in links)
         # A link cannot outrun its port, nor all links together the ports at either end.
-        ends = [
-            sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links})
-            for end in (0, 1)
-        ]
+        ends = [sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links}) for end in (0, 1)]
         rate = min(sum(alone), *ends) * BYTES_PER_US_PER_GBPS
         gap_bytes = machine.gap_us * min(alone) * BYTES_PER_US_PER_GBPS
         self.one_us = min(
@@ -101,39 +96,29 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
     fabric = machine.fabric(ranks)
     some = [0] if uniform else list(range(ranks))
     groups = [] if uniform else _groups(fabric)
-    bounds = [
-        Bound(_work_us(kind, machine, ranks, m, cost, rank, fabric), f"work of rank {rank}") for rank in some
-    ]
+    bounds = [Bound(_work_us(kind, machine, ranks, m, cost, rank, fabric), f"work of rank {rank}") for rank in some]
     distance = [] if uniform else _distances(fabric, cost, machine)
     if kind is Kind.ALL_REDUCE:
         bounds += _all_reduce_bounds(fabric, machine, m, cost, t_c, some, groups)
         if distance:
             bounds += [
-                Bound(ranks * m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way")
-                for r in some
+                Bound(ranks * m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some
             ]
         return max(bounds, key=lambda bound: bound.us)
     if uniform and _is_half_duplex(fabric):
         border = _Border(fabric, [0], cost, machine, mirrored=False)
         count = (ranks - 1) * m
-        bounds.append(
-            Bound(border.nth_us(2 * count) + t_c[0], f"{count} slices in and {count} out of one port")
-        )
+        bounds.append(Bound(border.nth_us(2 * count) + t_c[0], f"{count} slices in and {count} out of one port"))
     mirrored = not kind.arrives_first
     verb = "leave" if mirrored else "enter"
     n = (ranks - 1) * m
     for r in some:
         border = _Border(fabric, [r], cost, machine, mirrored=mirrored)
-        bounds.append(
-            Bound(border.nth_us(1) + n * t_c[r], f"the first slice to {verb} rank {r}, then its compute")
-        )
+        bounds.append(Bound(border.nth_us(1) + n * t_c[r], f"the first slice to {verb} rank {r}, then its compute"))
         bounds.append(Bound(border.nth_us(n) + t_c[r], f"{n} slices {verb} rank {r} through its port"))
         if distance:
             far = sorted(distance[r][o] if mirrored else distance[o][r] for o in range(ranks) if o != r)
-            bounds += [
-                Bound(far[i] + (n - i * m) * t_c[r], f"the way to rank {r} from afar")
-                for i in range(ranks - 1)
-            ]
+            bounds += [Bound(far[i] + (n - i * m) * t_c[r], f"the way to rank {r} from afar") for i in range(ranks - 1)]
         # The other side of the port: what each rank owns has to get out at all (in an all-to-all, to everybody).
         other = _Border(fabric, [r], cost, machine, mirrored=not mirrored)
         count = n if kind.is_all_to_all else m
@@ -150,16 +135,12 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
         way_out = _Border(fabric, group, cost, machine, mirrored=not mirrored)
         bounds.append(Bound(way_in.nth_us(entering) + inside, f"{entering} slices {verb} the group {names}"))
         bounds.append(
-            Bound(
-                way_out.nth_us(leaving) + outside, f"{leaving} slices of the group {names} cross its border"
-            )
+            Bound(way_out.nth_us(leaving) + outside, f"{leaving} slices of the group {names} cross its border")
         )
     return max(bounds, key=lambda bound: bound.us)
 
 
-def _work_us(
-    kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost, rank: int, fabric: Fabric
-) -> float:
+def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost, rank: int, fabric: Fabric) -> float:
     """What a rank has to do itself, and what contention makes of it."""
     scale = machine.scale(rank)
     messages = (ranks * m) if kind is Kind.ALL_REDUCE else (ranks - 1) * m
@@ -208,16 +189,12 @@ def _all_reduce_bounds(
     for group in groups:
         for mirrored in (False, True):
             border = _Border(fabric, group, cost, machine, mirrored=mirrored)
-            bounds.append(
-                Bound(first + border.nth_us(slices), f"{slices} slices cross the border of a group")
-            )
+            bounds.append(Bound(first + border.nth_us(slices), f"{slices} slices cross the border of a group"))
     ports = {fabric.ports[fabric.link(a, b)][0] for a in range(ranks) for b in range(ranks) if a != b}
     rate = sum(fabric.port_GBps[port] for port in ports) * BYTES_PER_US_PER_GBPS
     latency = min(fabric.latency_us[fabric.link(a, b)] for a in range(ranks) for b in range(ranks) if a != b)
     total = 2 * (ranks - 1) * slices * cost.slice_bytes
-    bounds.append(
-        Bound(first + latency + total / rate, f"{2 * (ranks - 1) * slices} messages through all ports")
-    )
+    bounds.append(Bound(first + latency + total / rate, f"{2 * (ranks - 1) * slices} messages through all ports"))
     return bounds
 
 
@@ -225,10 +202,7 @@ def _groups(fabric: Fabric) -> list[frozenset[int]]:
     """Groups of ranks whose border may be narrow: the nodes, and what falls apart when slow links are taken away."""
     groups = {frozenset(island) for island in fabric.islands}
     links = [
-        (fabric.alone_GBps(fabric.link(a, b)), a, b)
-        for a in range(fabric.ranks)
-        for b in range(fabric.ranks)
-        if a != b
+        (fabric.alone_GBps(fabric.link(a, b)), a, b) for a in range(fabric.ranks) for b in range(fabric.ranks) if a != b
     ]
     # Single-linkage clustering: join the ranks along ever slower links, and note each group that arises.
     group_of = {rank: frozenset({rank}) for rank in range(fabric.ranks)}
@@ -246,14 +220,11 @@ def _distances(fabric: Fabric, cost: RegionCost, machine: Machine) -> list[list[
     """Time of one slice along the quickest path from each rank to each other, forwarded whole at each stop."""
     ranks = range(fabric.ranks)
     best = [
-        [0.0 if a == b else fabric.transfer_us(a, b, cost.slice_bytes) + machine.gap_us for b in ranks]
-        for a in ranks
+        [0.0 if a == b else fabric.transfer_us(a, b, cost.slice_bytes) + machine.gap_us for b in ranks] for a in ranks
     ]
     for via in ranks:
         row = best[via]
         for a in ranks:
             to_via = best[a][via]
-            best[a] = [
-                old if old <= to_via + way else to_via + way for old, way in zip(best[a], row, strict=True)
-            ]
+            best[a] = [old if old <= to_via + way else to_via + way for old, way in zip(best[a], row, strict=True)]
     return best

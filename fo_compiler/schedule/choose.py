@@ -28,6 +28,8 @@ from .simulate import RegionCost, simulate
 
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
+LARGE_GROUP = 16  # ranks on several nodes
+FAR_BEHIND = 1.5  # times the fastest candidate
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
 
 
@@ -133,7 +135,10 @@ def ranks_per_node(machine: Machine, ranks: int) -> int | None:
 
 def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
-    return (*FAMILIES[kind], TWO_LEVEL) if ranks_per_node(machine, ranks) else tuple(FAMILIES[kind])
+    if ranks_per_node(machine, ranks) is None:
+        return tuple(FAMILIES[kind])
+    # The others know nothing of nodes. In large groups they are far behind, and dear to simulate.
+    return (TWO_LEVEL, *FAMILIES[kind]) if ranks <= LARGE_GROUP else (TWO_LEVEL,)
 
 
 def sliced_us(compute_us: float, communication_us: float, chunks: int = DEFAULT_CHUNKS) -> float:
@@ -168,11 +173,15 @@ def choose(
     too_large: list[str] = []
     bounds = {m: lower_bound(kind, machine, ranks, m, region.cost(kind, machine, m)) for m in slices_per_rank}
     fastest_us = math.inf
+    before: dict[str, float] = {}  # each family's time with the number of slices before this one
+    hopeless: set[str] = set()
     for m in slices_per_rank:
         cost = region.cost(kind, machine, m)
         for family in families if families is not None else families_for(kind, machine, ranks):
             if bounds[m].us >= fastest_us:
                 break  # no schedule of this many slices can win
+            if family in hopeless:
+                continue
             schedule = build(kind, family, ranks, m, ranks_per_node(machine, ranks))
             buffer_bytes = buffer_slices(schedule) * cost.slice_bytes
             if max_buffer_bytes is not None and buffer_bytes > max_buffer_bytes:
@@ -180,6 +189,10 @@ def choose(
                 continue
             simulation = simulate(schedule, machine, cost)
             fastest_us = min(fastest_us, simulation.makespan_us)
+            # Finer slices first help, then harm: what got slower, or is far behind, is not tried any finer.
+            if simulation.makespan_us > before.get(family, FAR_BEHIND * fastest_us):
+                hopeless.add(family)
+            before[family] = simulation.makespan_us
             certificate = Certificate(simulation.makespan_us, bounds[m])
             candidates.append(
                 Candidate(schedule, simulation.makespan_us, simulation.exposed_us, buffer_bytes, certificate)
@@ -189,9 +202,7 @@ def choose(
     rewrite = best is not None and ranks > 1 and best.predicted_us < plain_us * (1 - margin)
     return Choice(
         rewrite,
-        _reason(
-            best, rewrite, plain_us, communication_us, bound, margin, machine, too_large, max_buffer_bytes
-        ),
+        _reason(best, rewrite, plain_us, communication_us, bound, margin, machine, too_large, max_buffer_bytes),
         best,
         plain_us,
         sliced_us(whole_us, communication_us, chunks),

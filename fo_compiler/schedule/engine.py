@@ -41,9 +41,7 @@ class Span:
 class _Transfer:
     __slots__ = ("begin", "destination", "ready", "receiver_step", "sender_step", "slice", "source")
 
-    def __init__(
-        self, source: int, destination: int, sender_step: int, receiver_step: int, slice_: str
-    ) -> None:
+    def __init__(self, source: int, destination: int, sender_step: int, receiver_step: int, slice_: str) -> None:
         self.source, self.destination = source, destination
         self.sender_step, self.receiver_step = sender_step, receiver_step
         self.slice = slice_
@@ -100,9 +98,7 @@ class Engine:
         self.waiting: list[int | None] = [None] * ranks  # step
         self.outstanding: list[dict[int, int]] = [{} for _ in range(ranks)]  # step -> transfers not yet done
         self.in_flight = [0] * ranks
-        self.busy = [
-            False
-        ] * ranks  # as the rates of transfers know it: it lags while operations are performed
+        self.busy = [False] * ranks  # as the rates of transfers know it: it lags while operations are performed
         self.working = [False] * ranks  # whether there is work that contention may stretch
         self.work = [0.0] * ranks  # what is left of the current operation, at full speed
         self.work_last = [0.0] * ranks
@@ -133,11 +129,7 @@ class Engine:
             else:
                 self._latency_over(*what)
         return next(
-            (
-                r
-                for r, ops in enumerate(self.programs)
-                if self.position[r] < len(ops) or self.waiting[r] is not None
-            ),
+            (r for r, ops in enumerate(self.programs) if self.position[r] < len(ops) or self.waiting[r] is not None),
             None,
         )
 

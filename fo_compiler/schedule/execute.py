@@ -76,9 +76,7 @@ class World(Generic[V]):
                     progress = True
         for state, program in zip(self.states, self.programs, strict=True):
             if state.position < len(program):
-                raise self.fail(
-                    state, program[state.position], "waits forever (a cyclic wait or a missing send)"
-                )
+                raise self.fail(state, program[state.position], "waits forever (a cyclic wait or a missing send)")
         return self.states
 
     def _step(self, state: RankState[V], action: Action) -> bool:
@@ -145,9 +143,7 @@ class World(Generic[V]):
                 return False
             slice_, value = arrived[turn]
             if slice_ != post.recv.slice:
-                raise self.fail(
-                    state, post, f"gets slice {slice_} from rank {post.recv.peer}, not the one expected"
-                )
+                raise self.fail(state, post, f"gets slice {slice_} from rank {post.recv.peer}, not the one expected")
             if self.schedule.kind.reduces:
                 state.inbox[step] = (slice_, value)
             else:

@@ -47,9 +47,7 @@ def _scatter_slice(p: int, ranks: int, m: int) -> int:
 
 def ring_all_gather(ranks: int, m: int) -> Program:
     """Send the slice in hand to r+1, receive the next one from r-1."""
-    return _all_gather(
-        ranks, m, lambda p: Send(_gather_slice(p, ranks, m), 1 % ranks), lambda hop: -1 % ranks
-    )
+    return _all_gather(ranks, m, lambda p: Send(_gather_slice(p, ranks, m), 1 % ranks), lambda hop: -1 % ranks)
 
 
 def direct_all_gather(ranks: int, m: int) -> Program:
@@ -66,9 +64,7 @@ def ring_reduce_scatter(ranks: int, m: int) -> Program:
         if p >= m:
             program += [Wait(p - m), Add(slice_, p - m)]
         if p < (ranks - 1) * m:
-            program.append(
-                Post(p, Send(slice_, 1 % ranks), Recv(_scatter_slice(p + m, ranks, m), -1 % ranks))
-            )
+            program.append(Post(p, Send(slice_, 1 % ranks), Recv(_scatter_slice(p + m, ranks, m), -1 % ranks)))
     return tuple(program)
 
 
@@ -100,9 +96,7 @@ def bidirectional_all_gather(ranks: int, m: int) -> Program:
         """What brings the slice of position p, and sends on the one in hand in the same direction."""
         way = 1 if p % 2 else -1
         sent = (offset(p) + way) % ranks
-        return Post(
-            p * m + part, Send(sent * m + part, way % ranks), Recv(offset(p) % ranks * m + part, -way % ranks)
-        )
+        return Post(p * m + part, Send(sent * m + part, way % ranks), Recv(offset(p) % ranks * m + part, -way % ranks))
 
     program: list[Action] = []
     for p in range(ranks):
@@ -148,13 +142,11 @@ def _transposed(slice_: int, ranks: int, m: int) -> int:
 
 def direct_all_to_all_out(ranks: int, m: int) -> Program:
     """Send the result for r-hop-1, receive one from r+hop+1; the own slice comes last."""
-    return reverse(
-        direct_all_to_all(ranks, m), reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m)
-    )
+    return reverse(direct_all_to_all(ranks, m), reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))
 
 
 def _all_reduce_of(gather: Callable[[int, int], Program]) -> Callable[[int, int], Program]:
-    return lambda ranks, m: all_reduce(gather(ranks, 1), m, rank=0)
+    return lambda ranks, m: all_reduce(gather(ranks, 1), m)
 
 
 FAMILIES: dict[Kind, dict[str, Callable[[int, int], Program]]] = {
@@ -180,9 +172,7 @@ FAMILY_NAMES = ("ring", "bidirectional", "direct")  # those that need no more th
 TWO_LEVEL = "two_level"
 
 
-def build(
-    kind: Kind, family: str, ranks: int, slices_per_rank: int = 1, ranks_per_node: int | None = None
-) -> Schedule:
+def build(kind: Kind, family: str, ranks: int, slices_per_rank: int = 1, ranks_per_node: int | None = None) -> Schedule:
     """Build the schedule `family` for `kind`. `two_level` also needs `ranks_per_node`.
 
     Raises ValueError for a family that does not exist, for counts below 1, or for nodes that do not fill the group.
@@ -194,31 +184,26 @@ def build(
     if ranks < 1 or slices_per_rank < 1:
         raise ValueError(f"expected ranks >= 1 and slices_per_rank >= 1, got {ranks} and {slices_per_rank}")
     if family != TWO_LEVEL:
-        return Schedule(
-            kind, family, ranks, slices_per_rank, relative=families[family](ranks, slices_per_rank)
-        )
+        return Schedule(kind, family, ranks, slices_per_rank, relative=families[family](ranks, slices_per_rank))
     if ranks_per_node is None or ranks_per_node < 1 or ranks % ranks_per_node:
         raise ValueError(
             f"schedule family {TWO_LEVEL!r} needs ranks_per_node, a divisor of the group's {ranks} ranks, "
             f"got {ranks_per_node}; a two-level machine has it"
         )
-    programs = _two_level(kind, ranks, slices_per_rank, ranks_per_node)
-    return Schedule(kind, family, ranks, slices_per_rank, programs=programs)
+    relative = _two_level(kind, ranks, slices_per_rank, ranks_per_node)
+    return Schedule(kind, family, ranks, slices_per_rank, relative=relative, ranks_per_node=ranks_per_node)
 
 
-def _two_level(kind: Kind, ranks: int, m: int, k: int) -> tuple[Program, ...]:
+def _two_level(kind: Kind, ranks: int, m: int, k: int) -> Program:
     match kind:
         case Kind.ALL_GATHER:
             return two_level_all_gather(ranks, m, k)
         case Kind.REDUCE_SCATTER:
-            return tuple(reverse(program, reduces=True) for program in two_level_all_gather(ranks, m, k))
+            return reverse(two_level_all_gather(ranks, m, k), reduces=True)
         case Kind.ALL_REDUCE:
-            gathers = two_level_all_gather(ranks, 1, k)
-            return tuple(all_reduce(gathers[rank], m, rank) for rank in range(ranks))
+            return all_reduce(two_level_all_gather(ranks, 1, k), m)
         case Kind.ALL_TO_ALL:
             return two_level_all_to_all(ranks, m, k)
         case Kind.ALL_TO_ALL_OUT:
-            return tuple(
-                reverse(program, reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))
-                for program in two_level_all_to_all(ranks, m, k)
-            )
+            exchange = two_level_all_to_all(ranks, m, k)
+            return reverse(exchange, reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))

@@ -36,18 +36,14 @@ def interpret_all_gather(
 def interpret_reduce_scatter(schedule: Schedule, partial: Callable[[int, int], Tensor]) -> list[list[Tensor]]:
     """Sum `partial(rank, slice)` over the ranks. Returns for each rank the sums of the `m` slices that it owns."""
     assert schedule.kind is Kind.REDUCE_SCATTER
-    world: World[Tensor] = World(
-        schedule, lambda rank, slice_, _: partial(rank, slice_), add=lambda a, b: a + b
-    )
+    world: World[Tensor] = World(schedule, lambda rank, slice_, _: partial(rank, slice_), add=lambda a, b: a + b)
     return [[state.sums[s] for s in schedule.owned_by(state.rank)] for state in world.run()]
 
 
 def interpret_all_reduce(schedule: Schedule, partial: Callable[[int, int], Tensor]) -> list[list[Tensor]]:
     """Sum `partial(rank, slice)` over the ranks. Returns for each rank the sums of all `N * m` slices."""
     assert schedule.kind is Kind.ALL_REDUCE
-    world: World[Tensor] = World(
-        schedule, lambda rank, slice_, _: partial(rank, slice_), add=lambda a, b: a + b
-    )
+    world: World[Tensor] = World(schedule, lambda rank, slice_, _: partial(rank, slice_), add=lambda a, b: a + b)
     return [[state.sums[s] for s in range(schedule.slices)] for state in world.run()]
 
 
@@ -74,6 +70,5 @@ def interpret_all_to_all(
     states = world.run()
     first = schedule.kind.arrives_first
     return [
-        [(state.computed if first else state.ready)[s] for s in schedule.destined_to(state.rank)]
-        for state in states
+        [(state.computed if first else state.ready)[s] for s in schedule.destined_to(state.rank)] for state in states
     ]

@@ -129,7 +129,8 @@ class Schedule:
     """Programs of all ranks of a group.
 
     A *uniform* family gives `relative` alone: the program of rank 0, from which rank r's follows by adding r to every
-    peer and every slice owner, modulo `ranks`. Any other schedule gives `programs`, one a rank.
+    peer and every slice owner, modulo `ranks`; with `ranks_per_node` set, node and rank in the node are added each by itself.
+    Any other schedule gives `programs`, one a rank.
     """
 
     kind: Kind
@@ -138,6 +139,7 @@ class Schedule:
     slices_per_rank: int
     relative: Program | None = None
     programs: tuple[Program, ...] = ()
+    ranks_per_node: int | None = None
 
     @property
     def slices(self) -> int:
@@ -185,13 +187,20 @@ class Schedule:
             return self.programs[rank]
         return tuple(self._shifted(action, rank) for action in self.relative)
 
+    def shifted_rank(self, rank: int, by: int) -> int:
+        """The rank that is to rank `by` what `rank` is to rank 0."""
+        k = self.ranks_per_node
+        if k is None:
+            return (rank + by) % self.ranks
+        return (rank // k + by // k) % (self.ranks // k) * k + (rank + by) % k
+
     def shifted_slice(self, slice_: int, by: int) -> int:
         """The slice that is to rank `by` what `slice_` is to rank 0."""
-        if not self.kind.is_all_to_all:
-            return (slice_ + by * self.slices_per_rank) % self.slices
         group, part = divmod(slice_, self.slices_per_rank)
+        if not self.kind.is_all_to_all:
+            return self.shifted_rank(group, by) * self.slices_per_rank + part
         source, destination = divmod(group, self.ranks)
-        source, destination = (source + by) % self.ranks, (destination + by) % self.ranks
+        source, destination = self.shifted_rank(source, by), self.shifted_rank(destination, by)
         return (source * self.ranks + destination) * self.slices_per_rank + part
 
     def _shifted(self, action: Action, by: int) -> Action:
@@ -201,8 +210,8 @@ class Schedule:
             case Post(_, send, recv):
                 return replace(
                     action,
-                    send=send and Send(self.shifted_slice(send.slice, by), (send.peer + by) % self.ranks),
-                    recv=recv and Recv(self.shifted_slice(recv.slice, by), (recv.peer + by) % self.ranks),
+                    send=send and Send(self.shifted_slice(send.slice, by), self.shifted_rank(send.peer, by)),
+                    recv=recv and Recv(self.shifted_slice(recv.slice, by), self.shifted_rank(recv.peer, by)),
                 )
             case Wait():
                 return action

@@ -69,9 +69,7 @@ class Machine:
         if not self.compute_scale:
             return 1.0
         if rank >= len(self.compute_scale):
-            raise MachineError.wrong(
-                "compute_scale", f"a factor for rank {rank}", f"{len(self.compute_scale)} factors"
-            )
+            raise MachineError.wrong("compute_scale", f"a factor for rank {rank}", f"{len(self.compute_scale)} factors")
         return self.compute_scale[rank]
 
     def matmul_us(self, m: int, k: int, n: int, dtype: str = "bf16") -> float:
@@ -108,9 +106,7 @@ class Machine:
         try:
             text = Path(path).read_text()
         except OSError as error:
-            raise MachineError.wrong(
-                str(path), "a readable machine file", error.strerror or str(error)
-            ) from error
+            raise MachineError.wrong(str(path), "a readable machine file", error.strerror or str(error)) from error
         return cls.from_json(text, str(path))
 
 

@@ -70,9 +70,7 @@ def _check_number(value: float, where: str) -> None:
     *_, record, name = where.split(".")
     positive = name in _POSITIVE or record == "peak_TFLOPS"
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise MachineError.wrong(
-            where, "a finite number " + ("above 0" if positive else "of at least 0"), value
-        )
+        raise MachineError.wrong(where, "a finite number " + ("above 0" if positive else "of at least 0"), value)
 
 
 def _decode_record(cls: Any, data: Any, where: str) -> Any:

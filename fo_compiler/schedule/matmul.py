@@ -49,9 +49,7 @@ class Roofline:
     def time_us(self, m: int, k: int, n: int, dtype: str) -> float:
         peak = self.peak_TFLOPS.get(dtype)
         if peak is None:
-            raise MachineError.wrong(
-                "matmul.peak_TFLOPS", f"an entry for {dtype}", f"{sorted(self.peak_TFLOPS)}"
-            )
+            raise MachineError.wrong("matmul.peak_TFLOPS", f"an entry for {dtype}", f"{sorted(self.peak_TFLOPS)}")
         waves = math.ceil(math.ceil(m / self.tile) * math.ceil(n / self.tile) / self.units)
         flop_per_us = peak * 1e6 * self.efficiency / self.units
         compute_us = waves * 2 * self.tile**2 * (k + self.ramp_k) / flop_per_us
@@ -90,9 +88,7 @@ class Measured:
         points = sorted((p for p in self.points if p.dtype == dtype), key=lambda p: p.flop)
         if not points:
             known = sorted({p.dtype for p in self.points})
-            raise MachineError.wrong(
-                "matmul.points", f"a point for {dtype}", f"points for {', '.join(known)}"
-            )
+            raise MachineError.wrong("matmul.points", f"a point for {dtype}", f"points for {', '.join(known)}")
         flop = 2.0 * m * k * n
         if len(points) == 1:
             return points[0].time_us * flop / points[0].flop

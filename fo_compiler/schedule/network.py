@@ -154,12 +154,10 @@ class Matrix:
                 "calibrate this group, or name a machine that fits",
             )  # fmt: skip
         fastest_out = [
-            max((row[b] for b in range(ranks) if b != a), default=1.0)
-            for a, row in enumerate(self.bandwidth_GBps)
+            max((row[b] for b in range(ranks) if b != a), default=1.0) for a, row in enumerate(self.bandwidth_GBps)
         ]
         fastest_in = [
-            max((self.bandwidth_GBps[a][b] for a in range(ranks) if b != a), default=1.0)
-            for b in range(ranks)
+            max((self.bandwidth_GBps[a][b] for a in range(ranks) if b != a), default=1.0) for b in range(ranks)
         ]
         ports = self.port_GBps + self.port_GBps if self.port_GBps else tuple(fastest_out + fastest_in)
         if not self.full_duplex and not self.port_GBps:
@@ -185,9 +183,7 @@ class Matrix:
             if any(value <= 0 for b, value in enumerate(row) if b != a):
                 raise MachineError.wrong(f"network.bandwidth_GBps[{a}]", "numbers above 0", list(row))
         if self.port_GBps and len(self.port_GBps) != ranks:
-            raise MachineError.wrong(
-                "network.port_GBps", f"{ranks} numbers or none", f"{len(self.port_GBps)}"
-            )
+            raise MachineError.wrong("network.port_GBps", f"{ranks} numbers or none", f"{len(self.port_GBps)}")
 
 
 Network = Uniform | TwoLevel | Matrix

@@ -57,9 +57,7 @@ _SOCKETS = {
 }
 
 
-def _machine(
-    name: str, source: str, network: Network, matmul: Roofline, overheads: dict[str, float]
-) -> Machine:
+def _machine(name: str, source: str, network: Network, matmul: Roofline, overheads: dict[str, float]) -> Machine:
     return Machine(name, source, network, matmul, **overheads)  # type: ignore[arg-type]
 
 

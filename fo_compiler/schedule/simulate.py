@@ -11,6 +11,7 @@ The model, and why:
   flow `transfer_slowdown` times slower.
 
 On a uniform machine all ranks of a uniform schedule do the same at the same time: one rank is simulated and stands for all.
+So they do on a two-level machine where the schedule treats all nodes alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..errors import ScheduleError
 from .engine import Engine, Op, OpCode, Span
 from .ir import Action, Add, Compute, Post, Program, Schedule, Wait
 from .machine import Machine
-from .network import Fabric
+from .network import Fabric, Network, TwoLevel, Uniform
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,7 @@ class Simulation:
 
     makespan_us: float
     finish_us: tuple[float, ...] = field(repr=False)  # by rank
-    compute_us: tuple[float, ...] = field(
-        repr=False
-    )  # by rank: its compute slices alone, without any communication
+    compute_us: tuple[float, ...] = field(repr=False)  # by rank: its compute slices alone, without any communication
     spans: tuple[Span, ...] = field(default=(), repr=False)
 
     @property
@@ -57,10 +56,10 @@ def simulate(schedule: Schedule, machine: Machine, cost: RegionCost, *, spans: b
     """
     ranks = schedule.ranks
     relative = schedule.relative
-    if relative is not None and not spans and machine.is_uniform and _is_symmetric(relative, ranks):
+    if relative is not None and not spans and _is_symmetric(schedule, relative, machine):
         scale = machine.scale(0)
         ops = _operations(schedule, relative, 0, machine, cost, scale, one_rank=True)
-        engine = Engine([ops], _one_rank_fabric(machine, ranks), machine, cost.slice_bytes, one_rank=True)
+        engine = Engine([ops], _one_rank_fabric(machine.network, ranks), machine, cost.slice_bytes, one_rank=True)
         engine.run()
         compute = (_compute_us(relative, cost, scale),) * ranks
         return Simulation(engine.finish[0], (engine.finish[0],) * ranks, compute)
@@ -87,10 +86,22 @@ def _compute_us(program: Program, cost: RegionCost, scale: float) -> float:
     return sum(isinstance(action, Compute) for action in program) * cost.compute_us * scale
 
 
-def _is_symmetric(relative: Program, ranks: int) -> bool:
-    """Whether each transfer has both its ends in one `Post`: what rank 0 sends there, its mirror rank sends here."""
+def _is_symmetric(schedule: Schedule, relative: Program, machine: Machine) -> bool:
+    """Whether all ranks do the same at the same time.
+
+    The machine has to look the same from everywhere, and each transfer to have both its ends in one `Post`: what rank 0
+    sends there, its mirror rank sends here.
+    """
+    if len(set(machine.compute_scale)) > 1:
+        return False
+    network = machine.network
+    if isinstance(network, TwoLevel) and schedule.ranks > network.ranks_per_node:
+        if schedule.ranks_per_node != network.ranks_per_node or schedule.ranks % network.ranks_per_node:
+            return False
+    elif not machine.is_uniform:
+        return False
     posts = [action for action in relative if isinstance(action, Post)]
-    return all(p.send and p.recv and (p.send.peer + p.recv.peer) % ranks == 0 for p in posts)
+    return all(p.send and p.recv and schedule.shifted_rank(p.send.peer, p.recv.peer) == 0 for p in posts)
 
 
 def _operations(
@@ -128,10 +139,10 @@ def _operations(
                         (OpCode.RECV, 0.0, "", step, send.peer),
                     ]
                 if send is not None:
-                    link = rank * ranks + (send.peer + shift) % ranks
+                    link = rank * ranks + schedule.shifted_rank(send.peer, shift)
                     held_up.append((OpCode.SEND, 0.0, name(send.slice), step, link))
                 if recv is not None:
-                    link = (recv.peer + shift) % ranks * ranks + rank
+                    link = schedule.shifted_rank(recv.peer, shift) * ranks + rank
                     held_up.append((OpCode.RECV, 0.0, name(recv.slice), step, link))
                 return held_up
             case _:
@@ -140,19 +151,32 @@ def _operations(
     return [op for action in program for op in ops(action)]
 
 
-def _one_rank_fabric(machine: Machine, ranks: int) -> Fabric:
-    """Links from rank 0 by the distance of their other end. What leaves rank 0 stands also for what arrives there."""
-    full = machine.network
-    assert full.is_uniform
-    # Two ranks are enough to read the numbers of a uniform network.
-    pair = machine.fabric(2)
-    out, in_ = pair.ports[1]
-    half_duplex = pair.ports[1] == pair.ports[2][::-1]
-    ports = (0, 0) if half_duplex else (0,)
+def _one_rank_fabric(network: Network, ranks: int) -> Fabric:
+    """Links from rank 0 to each other rank. What leaves rank 0 stands also for what arrives there."""
+    if isinstance(network, Uniform):
+        return Fabric(
+            ranks,
+            (network.latency_us,) * ranks,
+            (network.bandwidth_GBps,) * ranks,
+            (_one_port(0, network),) * ranks,
+            (network.port_GBps or network.bandwidth_GBps,),
+        )
+    assert isinstance(network, TwoLevel)
+    k, inside, across = network.ranks_per_node, network.inside, network.across
+    if ranks <= k:
+        return _one_rank_fabric(inside, ranks)
+    # A shared adapter carries what rank 0 sends across once for each rank of its node.
+    adapter = network.adapter_GBps or across.port_GBps or across.bandwidth_GBps
+    adapter_port = _one_port(1, across) * (k if network.adapter_GBps else 1)
     return Fabric(
         ranks,
-        (pair.latency_us[1],) * ranks,
-        (pair.bandwidth_GBps[1],) * ranks,
-        (ports,) * ranks,
-        (min(pair.port_GBps[out], pair.port_GBps[in_]),),
+        tuple((inside if rank < k else across).latency_us for rank in range(ranks)),
+        tuple((inside if rank < k else across).bandwidth_GBps for rank in range(ranks)),
+        tuple(_one_port(0, inside) if rank < k else adapter_port for rank in range(ranks)),
+        (inside.port_GBps or inside.bandwidth_GBps, adapter),
     )
+
+
+def _one_port(port: int, network: Uniform) -> tuple[int, ...]:
+    """On half duplex what arrives takes the same port again."""
+    return (port,) if network.full_duplex else (port, port)

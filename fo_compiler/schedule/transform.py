@@ -48,7 +48,7 @@ def renumbered(program: Sequence[Action]) -> Program:
     return tuple(a if isinstance(a, Compute) else replace(a, step=steps[a.step]) for a in program)
 
 
-def all_reduce(gather: Program, m: int, rank: int) -> Program:
+def all_reduce(gather: Program, m: int, rank: int = 0) -> Program:
     """An all-reduce in `m` parts from the `gather` of `rank`, of one slice a rank (slice = owner).
 
     Part j is computed and its sums travel to their owners while the finished sums of part j - 1 travel back. The last part's way

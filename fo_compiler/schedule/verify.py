@@ -60,6 +60,4 @@ def _check_rank(schedule: Schedule, state: RankState[tuple[tuple[int, int], ...]
     for slice_ in range(schedule.slices) if whole else schedule.owned_by(state.rank):
         contributions = Counter(state.sums[slice_])
         if contributions != Counter((rank, slice_) for rank in range(schedule.ranks)):
-            raise fail(
-                f"ends with the contributions {dict(contributions)} for slice {slice_}, not one of each rank"
-            )
+            raise fail(f"ends with the contributions {dict(contributions)} for slice {slice_}, not one of each rank")

@@ -91,12 +91,8 @@ def test_one_rank_has_nothing_to_hide() -> None:
         assert not choice.rewrite and choice.plain_us == pytest.approx(100.0)
 
 
-@given(
-    st.sampled_from(KINDS), st.integers(2, 5), st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0.0, 50.0)
-)
-def test_a_choice_is_sound(
-    kind: Kind, ranks: int, compute_us: float, transfer_us: float, latency_us: float
-) -> None:
+@given(st.sampled_from(KINDS), st.integers(2, 5), st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0.0, 50.0))
+def test_a_choice_is_sound(kind: Kind, ranks: int, compute_us: float, transfer_us: float, latency_us: float) -> None:
     machine = simple_machine(latency_us=latency_us)
     choice = choose(kind, machine, ranks, region(compute_us, transfer_us), slices_per_rank=(1, 2))
     assert choice.predicted_us <= choice.plain_us

@@ -55,9 +55,7 @@ def test_the_program_of_a_rank_is_that_of_rank_0_shifted() -> None:
 
 
 def test_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match="no schedule family 'spiral' for all_gather: expected one of .*ring"
-    ):
+    with pytest.raises(ValueError, match="no schedule family 'spiral' for all_gather: expected one of .*ring"):
         build(Kind.ALL_GATHER, "spiral", 4)
 
 

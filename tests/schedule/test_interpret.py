@@ -69,9 +69,7 @@ def test_matmul_then_all_reduce_equals_the_plain_collective(family: str, ranks: 
 @pytest.mark.parametrize("kind", [Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_OUT])
 @pytest.mark.parametrize("family", ["direct", "two_level"])
 @pytest.mark.parametrize("ranks,m", [(ranks, m) for ranks, m in SIZES if m <= 2])
-def test_all_to_all_and_matmul_equal_the_plain_collective(
-    kind: Kind, family: str, ranks: int, m: int
-) -> None:
+def test_all_to_all_and_matmul_equal_the_plain_collective(kind: Kind, family: str, ranks: int, m: int) -> None:
     generator = torch.Generator().manual_seed(ranks * 10 + m)
     blocks = torch.randn(ranks, ranks, m, ROWS, dtype=torch.float64, generator=generator)
     scale = torch.arange(1, ranks + 1, dtype=torch.float64)

@@ -25,9 +25,7 @@ def all_posted_at_once(schedule: Schedule) -> Schedule:
     """The same transfers without the paper's timing: every post first."""
     assert schedule.relative is not None
     posts: list[Action] = [action for action in schedule.relative if isinstance(action, Post)]
-    return replace(
-        schedule, relative=tuple(posts + [a for a in schedule.relative if not isinstance(a, Post)])
-    )
+    return replace(schedule, relative=tuple(posts + [a for a in schedule.relative if not isinstance(a, Post)]))
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -72,25 +70,25 @@ def test_an_adapter_is_shared_by_the_ranks_of_a_node() -> None:
 
 def test_half_duplex_halves_the_rate_of_a_ring() -> None:
     machine = simple_machine(network=Uniform(0.0, 1.0, full_duplex=False))
-    assert simulate(
-        build(Kind.ALL_GATHER, "ring", 4), machine, RegionCost(1.0, 10e3)
-    ).makespan_us == pytest.approx(61.0)
+    assert simulate(build(Kind.ALL_GATHER, "ring", 4), machine, RegionCost(1.0, 10e3)).makespan_us == pytest.approx(
+        61.0
+    )
 
 
 def test_compute_is_slower_while_a_transfer_is_in_flight() -> None:
     machine = simple_machine(compute_slowdown=1.5)
     # 10 us of transfer lets 6.67 us of work be done; the other 13.33 us run at full speed.
-    assert simulate(
-        build(Kind.ALL_GATHER, "ring", 2), machine, RegionCost(20.0, 10e3)
-    ).makespan_us == pytest.approx(10 + 20 - 10 / 1.5 + 20)
+    assert simulate(build(Kind.ALL_GATHER, "ring", 2), machine, RegionCost(20.0, 10e3)).makespan_us == pytest.approx(
+        10 + 20 - 10 / 1.5 + 20
+    )
 
 
 def test_a_transfer_is_slower_while_an_end_computes() -> None:
     machine = simple_machine(transfer_slowdown=2.0)
     # While 20 us of compute run, half of 30 us of bytes flow every two; 20 us are left for the time after.
-    assert simulate(
-        build(Kind.ALL_GATHER, "ring", 2), machine, RegionCost(20.0, 30e3)
-    ).makespan_us == pytest.approx(20 + 20 + 20)
+    assert simulate(build(Kind.ALL_GATHER, "ring", 2), machine, RegionCost(20.0, 30e3)).makespan_us == pytest.approx(
+        20 + 20 + 20
+    )
 
 
 def test_posting_adding_and_message_gaps_take_time() -> None:
@@ -112,9 +110,7 @@ def test_a_slow_rank_takes_longer_and_holds_up_a_ring() -> None:
 def random_machine(data: st.DataObject) -> Machine:
     number = st.floats(0.0, 20.0)
     return simple_machine(
-        network=Uniform(
-            data.draw(number), data.draw(st.floats(0.1, 5.0)), full_duplex=data.draw(st.booleans())
-        ),
+        network=Uniform(data.draw(number), data.draw(st.floats(0.1, 5.0)), full_duplex=data.draw(st.booleans())),
         post_us=data.draw(st.sampled_from([0.0, 1.0])),
         gap_us=data.draw(st.sampled_from([0.0, 2.0])),
         compute_slowdown=data.draw(st.sampled_from([1.0, 1.4])),
@@ -128,9 +124,7 @@ def test_one_rank_of_a_uniform_schedule_stands_for_all(data: st.DataObject) -> N
     family = data.draw(st.sampled_from(sorted(FAMILIES[kind])))
     schedule = build(kind, family, data.draw(st.integers(2, 6)), data.draw(st.integers(1, 3)))
     machine = random_machine(data)
-    cost = RegionCost(
-        data.draw(st.floats(0.1, 30.0)), data.draw(st.floats(1.0, 30e3)), data.draw(st.floats(0.0, 3.0))
-    )
+    cost = RegionCost(data.draw(st.floats(0.1, 30.0)), data.draw(st.floats(1.0, 30e3)), data.draw(st.floats(0.0, 3.0)))
     alone, together = simulate(schedule, machine, cost), simulate(schedule, machine, cost, spans=True)
     assert alone.makespan_us == pytest.approx(together.makespan_us, rel=1e-9)
 

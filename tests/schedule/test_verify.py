@@ -105,9 +105,7 @@ def test_every_family_is_accepted(kind: Kind, family: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(FAMILIES))
-@pytest.mark.parametrize(
-    "ranks,ranks_per_node", [(4, 2), (6, 2), (6, 3), (8, 4), (12, 4), (4, 1), (4, 4), (1, 1)]
-)
+@pytest.mark.parametrize("ranks,ranks_per_node", [(4, 2), (6, 2), (6, 3), (8, 4), (12, 4), (4, 1), (4, 4), (1, 1)])
 def test_every_two_level_schedule_is_accepted(kind: Kind, ranks: int, ranks_per_node: int) -> None:
     for m in (1, 2):
         verify(build(kind, TWO_LEVEL, ranks, m, ranks_per_node))
