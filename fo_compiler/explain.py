@@ -21,12 +21,13 @@ def explain(model: Any, *args: Any, options: dict[str, Any] | None = None, **kwa
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()} if is_module else {}
     compiled = torch.compile(model, backend="flashoverlap", options=dict(options or {}))
     try:
-        with record() as report, torch.random.fork_rng():
+        with record() as report, torch.random.fork_rng():  # type: ignore[no-untyped-call, unused-ignore]
             outputs = _need_gradients(compiled(*args, **kwargs))
             sources = _need_gradients((args, kwargs, list(model.parameters()) if is_module else []))
             if outputs and sources:
                 # Unlike backward(), this accumulates into no .grad and runs no hook of a parameter.
-                torch.autograd.grad(outputs, sources, [torch.ones_like(o) for o in outputs], allow_unused=True)
+                seeds = [torch.ones_like(output) for output in outputs]
+                torch.autograd.grad(outputs, sources, seeds, allow_unused=True)
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers() if is_module else ():

@@ -6,7 +6,7 @@ Supported: torch 2.11 to 2.14. Importing this module is cheap: Inductor is impor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -30,7 +30,7 @@ def resolve_process_group(group_name: str) -> ProcessGroup:
     """The process group with this name (torch.distributed.distributed_c10d, 2.11 to 2.14)."""
     import torch.distributed.distributed_c10d as c10d
 
-    group: ProcessGroup = c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, unused-ignore]
+    group: ProcessGroup = c10d._resolve_process_group(cast(Any, group_name))  # type: ignore[attr-defined, unused-ignore]
     return group
 
 

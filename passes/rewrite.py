@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from ..runtime import ops
 from ..schedule import Add, Compute, Post, Schedule, Stream, Wait
 from .regions import Region
-from .rules import ADD_PRODUCT, SHAPE_ARGUMENT, aten, prims
+from .rules import ADD_PRODUCT, RESHAPES, SHAPE_ARGUMENT, aten, prims
 from .separability import Cut, local_shape, shape_of, strides_that_matter, tensor_of
 
 
@@ -146,7 +146,8 @@ class _Writer:
             return source
 
         args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
-        target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+        # The slice of a tensor need not be viewable where the whole one is.
+        target: Any = aten.reshape.default if node.target in RESHAPES else node.target
         if node.target in SHAPE_ARGUMENT:
             assert split.output is not None
             shape = local_shape(shape_of(node), split.output, self.region.slices)

@@ -272,22 +272,22 @@ _AXES: dict[Any, Callable[[Node], Axes]] = {
     aten.embedding.default: embedding,
 }
 
-_RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+RESHAPES: tuple[Any, ...] = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 RULES: dict[Any, Rule] = {
     **{op: AxesRule(axes) for op, axes in _AXES.items()},
-    **dict.fromkeys(_RESHAPES, ReshapeRule()),
+    **dict.fromkeys(RESHAPES, ReshapeRule()),
 }
 
 _POINTWISE_RULE = AxesRule(pointwise)
 
 # Ops that take the shape of their output: which argument it is, to be replaced by that of the slice.
-SHAPE_ARGUMENT: dict[Any, int] = dict.fromkeys((*_RESHAPES, aten.expand.default), 1)
+SHAPE_ARGUMENT: dict[Any, int] = dict.fromkeys((*RESHAPES, aten.expand.default), 1)
 
 # Ops that only say how one tensor is read: free to be done on the whole tensor again.
 VIEWS: frozenset[Any] = frozenset(
     (
-        *_RESHAPES,
+        *RESHAPES,
         aten.alias.default,
         aten.expand.default,
         aten.permute.default,

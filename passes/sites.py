@@ -192,7 +192,8 @@ def _block_source(node: Node) -> tuple[Node, int] | None:
     else:
         return None
     whole, dim = node.args[0], rest[0]
-    assert isinstance(whole, Node) and isinstance(dim, int)
+    assert isinstance(whole, Node)
+    assert isinstance(dim, int)
     return whole, dim % len(shape_of(whole))
 
 
@@ -219,7 +220,7 @@ def _back_through_copies(node: Node) -> list[Node]:
 def _copied(copy: Node) -> object:
     """What a copy reads; `aten.copy(destination, source)` names it second. A cast is no copy."""
     source = copy.args[1] if copy.target is aten.copy.default else copy.args[0]
-    if isinstance(source, Node) and isinstance(source.meta.get("val"), torch.Tensor):
-        if source.meta["val"].dtype == copy.meta["val"].dtype and shape_of(source) == shape_of(copy):
-            return source
-    return None
+    if not isinstance(source, Node) or not isinstance(source.meta.get("val"), torch.Tensor):
+        return None
+    same = source.meta["val"].dtype == copy.meta["val"].dtype and shape_of(source) == shape_of(copy)
+    return source if same else None

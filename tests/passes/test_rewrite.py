@@ -1,0 +1,130 @@
+"""Rewritten graphs: what stands in them, and that they compute the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fo_compiler.dump import graph_text
+from fo_compiler.options import Options
+from fo_compiler.passes.sites import is_collective
+from fo_compiler.runtime import ops
+from fo_compiler.testing import assert_equivalent
+from tests.graphs import all_gather, capture, reduce_scatter
+from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, tensors
+
+
+def column_parallel(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    h = all_gather(x, 1, 3)
+    return F.silu(h @ gate) * (h @ up)
+
+
+def row_parallel(x: Tensor, w: Tensor) -> Tensor:
+    return reduce_scatter(x @ w, 0, 3)
+
+
+def test_golden_all_gather() -> None:
+    gm = rewritten(capture(column_parallel, tensors((1, 2, 4), (4, 6), (4, 6))), 3, rank=1)
+    check_golden("all_gather_ring.txt", graph_text(gm.graph))
+
+
+def test_golden_reduce_scatter() -> None:
+    gm = rewritten(capture(row_parallel, tensors((6, 4), (4, 5))), 3, rank=1, schedule="direct")
+    check_golden("reduce_scatter_direct.txt", graph_text(gm.graph))
+
+
+@pytest.mark.parametrize("family", ["ring", "direct"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_rewrite_has_one_transfer_a_foreign_slice_and_no_collective(family: str, m: int) -> None:
+    gm = rewritten(capture(row_parallel, tensors((12, 4), (4, 5))), 3, schedule=family, slices_per_rank=m)
+    targets = Counter(node.target for node in gm.graph.nodes)
+    assert targets[ops.exchange] == targets[ops.wait] == 2 * m
+    assert targets[aten.mm.default] == 3 * m
+    assert not [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def test_each_transfer_is_posted_before_the_matmul_that_hides_it() -> None:
+    gm = rewritten(capture(lambda x, w: all_gather(x, 0, 4) @ w, tensors((2, 4), (4, 6))), 4)
+    kinds = {ops.exchange: "post", ops.wait: "wait", aten.mm.default: "mm"}
+    order = [kinds[node.target] for node in gm.graph.nodes if node.target in kinds]
+    assert order == ["post", "mm", "wait"] * 3 + ["mm"]
+
+
+def test_the_own_slice_comes_first_in_a_gather_and_last_in_a_scatter() -> None:
+    for function, shapes, at in (
+        (lambda x, w: all_gather(x, 0, 4) @ w, ((2, 4), (4, 6)), 0),
+        (lambda x, w: reduce_scatter(x @ w, 0, 4), ((8, 4), (4, 6)), -1),
+    ):
+        gm = rewritten(capture(function, tensors(*shapes)), 4, rank=2)
+        slices = [node.meta["fo"].slice for node in gm.graph.nodes if node.target is aten.mm.default]
+        assert slices[at] == 2
+
+
+def test_every_new_node_says_where_it_belongs() -> None:
+    gm = rewritten(capture(row_parallel, tensors((6, 4), (4, 5))), 3)
+    for node in gm.graph.nodes:
+        if node.name.startswith("rs0"):
+            place = node.meta["fo"]
+            assert place.region == "rs0"
+            assert str(place.stream) == ("comm" if node.target is ops.exchange else "compute")
+
+
+@pytest.mark.parametrize("family", ["ring", "direct"])
+def test_the_bias_before_a_reduce_scatter_is_summed_over_the_ranks(family: str) -> None:
+    inputs = on_each_rank(3, (5,), (6, 4), (4, 5))
+    gm = capture(lambda b, x, w: reduce_scatter(torch.addmm(b, x, w), 0, 3), inputs[0])
+    assert_equivalent(gm, inputs, Options(rewrite="always", schedule=family))
+
+
+def test_a_16_bit_sum_over_direct_transfers_rounds_once() -> None:
+    torch.manual_seed(0)
+    ranks = 8
+    inputs = [[x.to(torch.bfloat16) for x in row] for row in on_each_rank(ranks, (8, 64), (64, 64))]
+    gm = capture(lambda x, w: reduce_scatter(x @ w, 0, ranks), inputs[0])
+    # The plain reference of the in-process world sums in float64 and rounds once: so must ours, to the last bit or nearly.
+    assert_equivalent(gm, inputs, Options(rewrite="always"), rtol=2**-8, atol=0.0)
+
+
+def test_a_graph_input_that_is_not_contiguous_gives_the_same() -> None:
+    inputs = [[x.t(), w.t()] for x, w in on_each_rank(2, (6, 4), (5, 6))]
+    gm = capture(lambda x, w: all_gather(x, 0, 2) @ w, inputs[0])
+    assert_equivalent(gm, inputs)
+
+
+def test_strides_of_a_permuted_output_are_kept() -> None:
+    inputs = on_each_rank(2, (2, 4, 6), (2, 6, 3))
+    gm = capture(lambda x, w: torch.bmm(all_gather(x, 1, 2), w).transpose(0, 1), inputs[0])
+    assert_equivalent(gm, inputs)
+
+
+def test_two_regions_one_feeding_the_other() -> None:
+    inputs = on_each_rank(2, (4, 6), (6, 8), (8, 6))
+    gm = capture(lambda x, w, v: reduce_scatter(F.relu(all_gather(x, 0, 2) @ w) @ v, 0, 2), inputs[0])
+    records = assert_equivalent(gm, inputs, Options(rewrite="always", slices_per_rank=2)).records
+    assert [record.rewritten for record in records] == [True, True]
+
+
+def test_a_matmul_between_a_gather_and_a_scatter_belongs_to_one_of_them() -> None:
+    inputs = on_each_rank(2, (4, 6), (6, 8))
+    gm = capture(lambda x, w: reduce_scatter(all_gather(x, 0, 2) @ w, 0, 2), inputs[0])
+    gather, scatter = assert_equivalent(gm, inputs).records
+    assert gather.rewritten
+    assert not scatter.rewritten
+    assert "already runs slice by slice in another region" in scatter.reason
+
+
+def test_regions_of_two_groups_of_a_mesh() -> None:
+    groups = {"rows": [[0, 1], [2, 3]], "columns": [[0, 2], [1, 3]]}
+
+    def f(x: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
+        h = F.relu(all_gather(x, 0, 2, "rows") @ w)
+        h = F.relu(all_gather(h, 1, 2, "columns") @ v)
+        return reduce_scatter(h @ u, 0, 2, "rows")
+
+    inputs = on_each_rank(4, (4, 6), (6, 8), (16, 6), (6, 5))
+    records = assert_equivalent(capture(f, inputs[0]), inputs, groups=groups).records
+    assert sum(record.rewritten for record in records) == 3

@@ -1,0 +1,188 @@
+"""Every row of the rule table: whatever cut it admits, running it slice by slice gives the slices of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx import Node
+
+from fo_compiler.passes.rules import RESHAPES, RULES, SHAPE_ARGUMENT, rule_of
+from fo_compiler.passes.separability import Cut, NotSeparable, Split, local_shape, shape_of
+from tests.graphs import capture
+from tests.passes.helpers import aten, tensors
+from tests.passes.test_separability import cut_slices
+from tests.programs import Program
+
+prims = torch.ops.prims
+N = 2
+
+# op -> a call of it, and the shapes of the inputs
+CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] = {
+    aten.mm.default: (lambda a, b: a @ b, ((4, 6), (6, 8))),
+    aten.addmm.default: (torch.addmm, ((8,), (4, 6), (6, 8))),
+    aten.bmm.default: (torch.bmm, ((2, 4, 6), (2, 6, 8))),
+    aten.baddbmm.default: (torch.baddbmm, ((2, 4, 8), (2, 4, 6), (2, 6, 8))),
+    aten.linear.default: (aten.linear.default, ((2, 4, 6), (8, 6), (8,))),
+    prims.convert_element_type.default: (lambda x: prims.convert_element_type(x, torch.float32), ((4, 6),)),
+    aten._to_copy.default: (lambda x: aten._to_copy(x, dtype=torch.float32), ((4, 6),)),
+    aten.clone.default: (aten.clone.default, ((4, 6),)),
+    aten.alias.default: (aten.alias.default, ((4, 6),)),
+    aten.detach.default: (aten.detach.default, ((4, 6),)),
+    aten.copy.default: (aten.copy.default, ((4, 6), (4, 6))),
+    aten.full_like.default: (lambda x: aten.full_like(x, 3.0), ((4, 6),)),
+    aten.zeros_like.default: (aten.zeros_like.default, ((4, 6),)),
+    aten.ones_like.default: (aten.ones_like.default, ((4, 6),)),
+    aten.sum.dim_IntList: (lambda x: aten.sum(x, [1]), ((4, 6, 2),)),
+    aten.mean.dim: (lambda x: aten.mean(x, [1], True), ((4, 6, 2),)),
+    aten.amax.default: (lambda x: aten.amax(x, [-1]), ((4, 6, 2),)),
+    aten.amin.default: (lambda x: aten.amin(x, [0, 1]), ((4, 6, 2),)),
+    aten.var_mean.correction: (lambda x: aten.var_mean(x, [1], correction=0), ((4, 6, 2),)),
+    aten.var.correction: (lambda x: aten.var(x, [1], correction=1), ((4, 6, 2),)),
+    aten.any.dim: (lambda x: aten.any(x, 1), ((4, 6, 2),)),
+    aten.argmax.default: (lambda x: aten.argmax(x, 1), ((4, 6, 2),)),
+    aten._softmax.default: (lambda x: aten._softmax(x, 1, False), ((4, 6, 2),)),
+    aten._log_softmax.default: (lambda x: aten._log_softmax(x, -1, False), ((4, 6, 2),)),
+    aten.cumsum.default: (lambda x: aten.cumsum(x, 0), ((4, 6, 2),)),
+    aten.flip.default: (lambda x: aten.flip(x, [0, 2]), ((4, 6, 2),)),
+    aten.native_layer_norm.default: (
+        lambda x, w, b: aten.native_layer_norm(x, [6, 2], w, b, 1e-5),
+        ((4, 6, 2), (6, 2), (6, 2)),
+    ),
+    aten.permute.default: (lambda x: x.permute(2, 0, 1), ((4, 6, 2),)),
+    aten.transpose.int: (lambda x: x.transpose(0, -1), ((4, 6, 2),)),
+    aten.t.default: (lambda x: aten.t(x), ((4, 6),)),
+    aten.unsqueeze.default: (lambda x: x.unsqueeze(-2), ((4, 6),)),
+    aten.squeeze.dim: (lambda x: aten.squeeze(x, 1), ((4, 1, 6),)),
+    aten.squeeze.dims: (lambda x: aten.squeeze(x, [0, 2]), ((1, 4, 1, 6),)),
+    aten.expand.default: (lambda x: x.expand(4, 2, 6), ((1, 6),)),
+    aten.slice.Tensor: (lambda x: aten.slice(x, 1, 0, 4), ((4, 6),)),
+    aten.split.Tensor: (lambda x: aten.split(x, 3, 1), ((4, 6),)),
+    aten.split_with_sizes.default: (lambda x: aten.split_with_sizes(x, [2, 4], 1), ((4, 6),)),
+    aten.select.int: (lambda x: aten.select(x, 1, 3), ((4, 6, 2),)),
+    aten.cat.default: (lambda x, y: torch.cat([x, y], 1), ((4, 6), (4, 2))),
+    aten.constant_pad_nd.default: (lambda x: aten.constant_pad_nd(x, [1, 1], 0.0), ((4, 6),)),
+    aten.embedding.default: (lambda w, i: aten.embedding(w, (i * 0).long()), ((5, 8), (4, 6))),
+    aten.view.default: (lambda x: aten.view(x, [24, 2]), ((4, 6, 2),)),
+    aten.reshape.default: (lambda x: x.reshape(4, 12), ((4, 6, 2),)),
+    aten._unsafe_view.default: (lambda x: aten._unsafe_view(x, [2, 2, 6]), ((4, 6),)),
+    # pointwise ops need no row
+    aten.relu.default: (torch.relu, ((4, 6),)),
+    aten.add.Tensor: (torch.add, ((4, 6), (6,))),
+    aten.where.self: (lambda x, y: torch.where(x > 0, x, y), ((4, 6), (4, 1))),
+}
+
+
+def test_every_row_of_the_table_has_a_case() -> None:
+    import operator
+
+    assert set(RULES) - {operator.getitem} <= set(CASES), set(RULES) - set(CASES)
+
+
+def run_slice(node: Node, split: Split, values: dict[Node, Tensor], j: int) -> object:
+    """The node on slice j, as a rewrite would run it."""
+    args, kwargs = fx.map_arg(
+        (node.args, node.kwargs),
+        lambda o: cut_slices(values[o], split.inputs[o], N)[j] if o in split.inputs else values[o],
+    )
+    if node.target in SHAPE_ARGUMENT:
+        assert split.output is not None
+        args = (args[0], local_shape(shape_of(node), split.output, N), *args[2:])
+    target = aten.reshape.default if node.target in RESHAPES else node.target
+    return target(*args, **kwargs)
+
+
+def one_node(target: object, inputs: list[Tensor]) -> fx.GraphModule:
+    program = Program(1, inputs[0].dtype)
+    node = program.call(target, *(program.input(*x.shape) for x in inputs))
+    return program.finish([node]).module
+
+
+def every_split(node: Node) -> list[Split]:
+    """What the rule answers for every cut of every input, and of the output."""
+    rule = rule_of(node)
+    found = []
+    asked = [
+        (operand, Cut(dim, outer))
+        for operand in node.all_input_nodes
+        for dim in range(len(shape_of(operand)))
+        for outer in (1, 2)
+    ]
+    for operand, cut in asked:
+        try:
+            found.append(rule.from_inputs(node, {operand: cut}, N))
+        except NotSeparable:
+            continue
+    for dim in range(len(shape_of(node))):
+        try:
+            split = rule.from_output(node, Cut(dim), N)
+            local_shape(shape_of(node), Cut(dim), N)
+            found.append(split)
+        except NotSeparable:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("target", CASES, ids=str)
+def test_slices_of_the_output_are_the_op_on_slices_of_the_inputs(target: object) -> None:
+    function, shapes = CASES[target]
+    inputs = tensors(*shapes)
+    if target is aten.argmax.default or target is aten.any.dim:
+        inputs = [x.round() for x in inputs]
+    gm = capture(function, inputs)
+    if target in (aten.view.default, aten._unsafe_view.default):  # capture turns views into reshapes
+        (gm.graph.find_nodes(op="call_function", target=aten.reshape.default)[0]).target = target
+    elif not gm.graph.find_nodes(op="call_function", target=target):  # tracing takes it apart
+        gm = one_node(target, inputs)
+    node = gm.graph.find_nodes(op="call_function", target=target)[0]
+    values: dict[Node, Tensor] = {}
+
+    class Remember(fx.Interpreter):
+        def run_node(self, n: Node) -> object:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    Remember(gm).run(*inputs)
+    splits = every_split(node)
+    assert splits, "a row that admits no cut at all is no row"
+    whole = values[node]
+    for split in splits:
+        pieces = [run_slice(node, split, values, j) for j in range(N)]
+        for index, want in enumerate(whole if isinstance(whole, (tuple, list)) else [whole]):
+            parts = [p[index] if isinstance(p, (tuple, list)) else p for p in pieces]
+            if split.output is None:
+                got = sum(parts) if target is not aten.addmm.default else None
+                if got is None:  # the bias is added once: by the first slice
+                    bias = values[node.args[0]]
+                    got = sum(parts) - (N - 1) * bias
+                if target is aten.baddbmm.default:
+                    got = got - (N - 1) * values[node.args[0]]
+                torch.testing.assert_close(got, want)
+                continue
+            for piece, expected in zip(parts, cut_slices(want, split.output, N), strict=True):
+                torch.testing.assert_close(piece, expected, msg=f"{split}")
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "cut"),
+    [
+        (lambda x: torch.softmax(x, 1), ((4, 6),), Cut(1)),
+        (lambda x: aten.cumsum(x, 0), ((4, 6),), Cut(0)),
+        (lambda x: aten.flip(x, [1]), ((4, 6),), Cut(1)),
+        (lambda x: x.amax(0), ((4, 6),), Cut(0)),
+        (lambda x: x.mean(1), ((4, 6),), Cut(1)),
+        (lambda x: aten.slice(x, 1, 0, 4), ((4, 6),), Cut(1)),
+        (lambda x: aten.select(x, 0, 0), ((4, 6),), Cut(0)),
+        (lambda x: torch.cat([x, x], 0), ((4, 6),), Cut(0)),
+        (lambda x: aten.constant_pad_nd(x, [0, 0, 1, 0]), ((4, 6),), Cut(0)),
+        (lambda x: aten.native_layer_norm(x, [6], None, None, 1e-5)[0], ((4, 6),), Cut(1)),
+    ],
+)
+def test_a_dim_along_which_elements_meet_is_not_cut(function, shapes, cut) -> None:
+    gm = capture(function, tensors(*shapes))
+    (source,) = gm.graph.find_nodes(op="placeholder")
+    (node, *_) = source.users
+    with pytest.raises(NotSeparable):
+        rule_of(node).from_inputs(node, {source: cut}, N)
