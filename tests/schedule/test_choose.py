@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fo_compiler.schedule import Kind, verify
@@ -91,6 +91,7 @@ def test_one_rank_has_nothing_to_hide() -> None:
         assert not choice.rewrite and choice.plain_us == pytest.approx(100.0)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(KINDS), st.integers(2, 5), st.floats(0.1, 1e3), st.floats(0.1, 1e3), st.floats(0.0, 50.0))
 def test_a_choice_is_sound(kind: Kind, ranks: int, compute_us: float, transfer_us: float, latency_us: float) -> None:
     machine = simple_machine(latency_us=latency_us)

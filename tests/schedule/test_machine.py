@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fo_compiler.errors import MachineError
@@ -144,6 +144,7 @@ def test_measured_points_are_met_and_joined() -> None:
         measured.time_us(1, 1, 1, "fp32")
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1.0, 1e4), min_size=2, max_size=5, unique=True), st.integers(1, 4096))
 def test_more_rows_never_take_less_time(times: list[float], rows: int) -> None:
     points = tuple(MatmulPoint(4**i, 64, 64, "fp32", time) for i, time in enumerate(sorted(times)))

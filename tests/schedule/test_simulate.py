@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fo_compiler.errors import ScheduleError
@@ -118,6 +118,7 @@ def random_machine(data: st.DataObject) -> Machine:
     )
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_one_rank_of_a_uniform_schedule_stands_for_all(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(list(FAMILIES)))
@@ -129,6 +130,7 @@ def test_one_rank_of_a_uniform_schedule_stands_for_all(data: st.DataObject) -> N
     assert alone.makespan_us == pytest.approx(together.makespan_us, rel=1e-9)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_matrix_of_equal_links_is_a_uniform_network(data: st.DataObject) -> None:
     ranks, latency, bandwidth = 4, data.draw(st.floats(0.0, 9.0)), data.draw(st.floats(0.1, 5.0))

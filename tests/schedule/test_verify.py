@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fo_compiler.errors import ScheduleError
@@ -203,6 +203,7 @@ def test_a_send_that_nobody_receives_is_refused() -> None:
         verify(schedule)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_single_deletion_goes_unnoticed(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(list(FAMILIES)))
