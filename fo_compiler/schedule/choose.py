@@ -24,11 +24,13 @@ from .families import FAMILIES, TWO_LEVEL, build
 from .ir import Kind, Schedule
 from .machine import Machine
 from .memory import buffer_slices, plain_buffer_slices
+from .search import SEARCHED, is_irregular, search
 from .simulate import RegionCost, simulate
 
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
 LARGE_GROUP = 16  # ranks on several nodes
+LARGE_SEARCH = 32  # ranks of a group for which a schedule is searched
 FAR_BEHIND = 1.5  # times the fastest candidate
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
 
@@ -122,9 +124,15 @@ def _collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float)
     add_us = machine.add_us(slice_bytes) if kind.reduces else 0.0
     cost = RegionCost(0.0, slice_bytes, add_us)
     return min(
-        simulate(build(kind, family, ranks, 1, ranks_per_node(machine, ranks)), machine, cost).makespan_us
+        simulate(_schedule(kind, family, machine, ranks, 1, cost), machine, cost).makespan_us
         for family in families_for(kind, machine, ranks)
     )
+
+
+def _schedule(kind: Kind, family: str, machine: Machine, ranks: int, m: int, cost: RegionCost) -> Schedule:
+    if family == SEARCHED:
+        return search(kind, machine, ranks, m, cost)
+    return build(kind, family, ranks, m, ranks_per_node(machine, ranks))
 
 
 def ranks_per_node(machine: Machine, ranks: int) -> int | None:
@@ -135,6 +143,8 @@ def ranks_per_node(machine: Machine, ranks: int) -> int | None:
 
 def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
+    if is_irregular(machine):
+        return (*FAMILIES[kind], SEARCHED) if ranks <= LARGE_SEARCH else tuple(FAMILIES[kind])
     if ranks_per_node(machine, ranks) is None:
         return tuple(FAMILIES[kind])
     # The others know nothing of nodes. In large groups they are far behind, and dear to simulate.
@@ -182,7 +192,7 @@ def choose(
                 break  # no schedule of this many slices can win
             if family in hopeless:
                 continue
-            schedule = build(kind, family, ranks, m, ranks_per_node(machine, ranks))
+            schedule = _schedule(kind, family, machine, ranks, m, cost)
             buffer_bytes = buffer_slices(schedule) * cost.slice_bytes
             if max_buffer_bytes is not None and buffer_bytes > max_buffer_bytes:
                 too_large.append(f"{schedule.describe()} ({_bytes(buffer_bytes)})")

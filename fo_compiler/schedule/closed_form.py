@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
-from sympy import And, Eq, Expr, Integer, Max, Or, Piecewise, S, Symbol  # type: ignore[import-untyped]
+from sympy import And, Eq, Expr, Integer, Max, Or, Piecewise, S, Symbol
 
 from .ir import Kind
 from .machine import Machine

@@ -45,8 +45,9 @@ _NDR = _link(50.0, 12.0)  # [IB]
 _ETHERNET = {gigabit: _link(gigabit / 8, 50.0) for gigabit in (1, 10, 25, 100)}  # [IEEE]
 
 # Overheads of a rank: with NCCL a transfer is a kernel that takes multiprocessors [SM], 35 % being the middle;
-# a kernel launch that is queued behind another costs some 2 us of idle GPU [own].
-_NCCL = {"gap_us": 2.0, "launch_us": 2.0, "compute_slowdown": 1.35, "transfer_slowdown": 1.05}
+# a kernel launch that is queued behind another costs some 2 us of idle GPU [own]; posting a send and a receive costs the
+# host some 10 us [own], which a small region cannot run ahead of.
+_NCCL = {"post_us": 10.0, "gap_us": 2.0, "launch_us": 2.0, "compute_slowdown": 1.35, "transfer_slowdown": 1.05}
 # Sockets: posting is a hand-over to another thread [own], and copying takes cores from the matmul [own].
 _SOCKETS = {
     "post_us": 20.0,

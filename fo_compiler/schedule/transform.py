@@ -48,8 +48,8 @@ def renumbered(program: Sequence[Action]) -> Program:
     return tuple(a if isinstance(a, Compute) else replace(a, step=steps[a.step]) for a in program)
 
 
-def all_reduce(gather: Program, m: int, rank: int = 0) -> Program:
-    """An all-reduce in `m` parts from the `gather` of `rank`, of one slice a rank (slice = owner).
+def all_reduce(gather: Program, m: int) -> Program:
+    """Rank 0's part in an all-reduce in `m` parts, from its part in a `gather` of one slice a rank (slice = owner).
 
     Part j is computed and its sums travel to their owners while the finished sums of part j - 1 travel back. The last part's way
     back has nothing to hide under: it is 1 / m of the whole.
@@ -76,7 +76,7 @@ def all_reduce(gather: Program, m: int, rank: int = 0) -> Program:
             emit(leaving, "gather", part - 1)
     # Nothing is computed any more: what is finished here leaves at once, the rest as soon as it has arrived.
     tail = [action for action in _storing(gather) if not isinstance(action, Compute)]
-    at_once = [a for a in tail if isinstance(a, Post) and a.send is not None and a.send.slice == rank]
+    at_once = [a for a in tail if isinstance(a, Post) and a.send is not None and a.send.slice == 0]
     emit([*at_once, *(a for a in tail if a not in at_once)], "gather", m - 1)
     return renumbered(out)
 
