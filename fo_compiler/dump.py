@@ -101,6 +101,8 @@ def _call(node: Node) -> str:
     target = node.target
     name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
     name = name.removesuffix(".default")
+    if name == "fo_compiler.announce":
+        return f"{name}({node.args[0]}, <the records of this graph>)"
     shown = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     return f"{name if node.op == 'call_function' else node.op}({', '.join(shown)})"
 

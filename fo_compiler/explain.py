@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ def explain(model: Any, *args: Any, options: dict[str, Any] | None = None, **kwa
     """
     is_module = isinstance(model, nn.Module)
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()} if is_module else {}
-    compiled = torch.compile(model, backend="flashoverlap", options=dict(options or {}))
+    compiled: Callable[..., Any] = torch.compile(model, backend="flashoverlap", options=dict(options or {}))
     try:
-        with record() as report, torch.random.fork_rng():  # type: ignore[no-untyped-call, unused-ignore]
+        with record() as report, torch.random.fork_rng():
             outputs = _need_gradients(compiled(*args, **kwargs))
             sources = _need_gradients((args, kwargs, list(model.parameters()) if is_module else []))
             if outputs and sources:

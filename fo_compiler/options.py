@@ -32,6 +32,15 @@ class Options:
     slices_per_rank: int | None = None
     """Slices that each rank's shard is cut into, at most; None: chosen by the scheduler."""
 
+    machine: str | None = None
+    """Machine that times are predicted for: a preset's name or a calibrated file; None: a default for the device."""
+
+    margin: float = 0.05
+    """What a prediction has to gain, as a share of the plain time, before `auto` touches a graph."""
+
+    max_buffer_mb: float | None = None
+    """Largest extra memory of one region's transfers, in MB (1e6 bytes); None: no limit."""
+
     dump_dir: str | None = None
     """Directory for the graphs before and after, the drawings and the timelines of every compile; None: no dumps."""
 
@@ -43,6 +52,14 @@ class Options:
         m = self.slices_per_rank
         if m is not None and (not isinstance(m, int) or isinstance(m, bool) or m < 1):
             raise OptionError.wrong("slices_per_rank", "a whole number of at least 1, or None", m)
+        if not _is_number(self.margin) or not 0 <= self.margin < 1:
+            raise OptionError.wrong("margin", "a number from 0 to 1", self.margin)
+        if self.max_buffer_mb is not None and (not _is_number(self.max_buffer_mb) or self.max_buffer_mb < 0):
+            raise OptionError.wrong("max_buffer_mb", "a number of at least 0, or None", self.max_buffer_mb)
+        if self.machine is not None and not isinstance(self.machine, str):
+            raise OptionError.wrong(
+                "machine", "the name of a preset or the path of a machine file, or None", self.machine
+            )
         if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
             raise OptionError.wrong("dump_dir", "a path, or None", self.dump_dir)
 
@@ -83,6 +100,10 @@ def split_options(
     return Options.create(ours), inductors
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _from_environment() -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name in Options.names():
@@ -96,6 +117,11 @@ def _from_environment() -> dict[str, Any]:
                     f"environment variable {variable}: expected a whole number of at least 1, got {text!r}."
                 )
             values[name] = int(text)
+        elif name in ("margin", "max_buffer_mb"):
+            try:
+                values[name] = float(text)
+            except ValueError as error:
+                raise OptionError(f"environment variable {variable}: expected a number, got {text!r}.") from error
         elif name in _CHOICES and text not in _CHOICES[name]:
             choices = ", ".join(map(repr, _CHOICES[name]))
             raise OptionError(f"environment variable {variable}: expected one of {choices}, got {text!r}.")

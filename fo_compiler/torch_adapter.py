@@ -35,15 +35,18 @@ def resolve_process_group(group_name: str) -> ProcessGroup:
 
 
 def group_members() -> dict[str, list[int]]:
-    """Name -> global ranks of every process group of this process (distributed_c10d._world, 2.11 to 2.14)."""
+    """Name -> global ranks of every process group that this process is in (distributed_c10d._world, 2.11 to 2.14)."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         return {}
     from torch.distributed.distributed_c10d import _world
 
+    # A group that this rank is no member of is listed under a number, which has no name.
     return {
-        _world.pg_names[group]: sorted(ranks, key=ranks.__getitem__) for group, ranks in _world.pg_group_ranks.items()
+        _world.pg_names[group]: sorted(ranks, key=ranks.__getitem__)
+        for group, ranks in _world.pg_group_ranks.items()
+        if group in _world.pg_names
     }
 
 

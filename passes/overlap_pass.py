@@ -20,11 +20,12 @@ from ..options import Options
 from ..records import GraphRecords, Record, format_table, publish
 from ..runtime import ops
 from ..runtime.transport import current_transport
-from ..schedule import Kind, Schedule, build, verify
+from ..schedule import Kind, Schedule, verify
 from ..torch_adapter import group_members, inductor_pass_class, trace_artifact
+from .decide import decide, machine_of
 from .graph_verifier import signature, verify_graph
 from .order import pin_order
-from .regions import Region, plan_region
+from .regions import Region
 from .rewrite import rewrite_region
 from .separability import NotSeparable, shape_of, tensor_of
 from .sites import Groups, LeftAlone, Site, is_collective, site_of
@@ -64,6 +65,7 @@ class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
             torch.__version__,
             platform.python_version(),
             repr(self.options),
+            *(machine_of(self.options, device).digest() for device in ("cpu", "cuda")),
             repr(sorted(group_members().items())),
             repr(_global_rank()),
             *(repr(uuid()) for other in self.before if (uuid := getattr(other, "uuid", None))),
@@ -125,14 +127,16 @@ def _handle(
     if options.rewrite == "never":
         return Record(which, name, site.ranks, False, None, (), "option rewrite='never'"), None
     try:
-        region = plan_region(site, options.slices_per_rank or 1)
+        decision = decide(site, options)
     except NotSeparable as refusal:
         return Record(which, name, site.ranks, False, None, (), f"{refusal} [{_describe(site)}]"), None
-    schedule = _choose(site, region, options)
+    region, schedule = decision.region, decision.schedule
+    reason = f"{decision.reason} [{_describe(site)}]"
+    if schedule is None:
+        return Record(which, name, site.ranks, False, None, (), reason), None
     verify(schedule)
     tag = f"{_SHORT[site.kind]}{number}"
     matmuls = tuple(node.name for node in region.matmuls)
-    reason = f"{_describe(site)}: {region.slices} slices, each transfer under a slice of {', '.join(matmuls)}"
     rewrite_region(graph, region, schedule, tag)
     record = Record(which, name, site.ranks, True, schedule.describe(), matmuls, reason)
     return record, Rewritten(tag, region, schedule)
@@ -141,16 +145,6 @@ def _handle(
 def _describe(site: Site) -> str:
     dtype = str(tensor_of(site.value).dtype).removeprefix("torch.")
     return f"{dtype}{list(shape_of(site.value))} along dim {site.dim}, group {site.group_name!r} of {site.ranks}"
-
-
-def _choose(site: Site, region: Region, options: Options) -> Schedule:
-    """The schedule of a region: the forced family, or the one that is exact and equally fast."""
-    family = options.schedule
-    if family == "auto":
-        # Direct sums all partial results in float32 with one rounding; a ring rounds at every hop.
-        low_precision = tensor_of(site.value).dtype in (torch.float16, torch.bfloat16)
-        family = "direct" if site.kind is Kind.REDUCE_SCATTER and low_precision else "ring"
-    return build(site.kind, family, site.ranks, region.slices_per_rank)
 
 
 def _announce(graph: Graph, published: GraphRecords) -> None:

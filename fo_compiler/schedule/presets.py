@@ -24,11 +24,25 @@ from .network import Network, TwoLevel, Uniform
 WIRE_FRACTION = 0.8  # of the nominal rate that a large message sees [own]
 
 # Peak TFLOPS by dtype (dense), memory GB/s, multiprocessors.
-_H100 = Roofline({"fp8": 1979.0, "int8": 1979.0, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67.0, "fp64": 67.0}, 3350.0, 132)  # fmt: skip  # [H100]
+_H100 = Roofline(
+    {"fp8": 1979.0, "int8": 1979.0, "bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67.0, "fp64": 67.0},
+    memory_GBps=3350.0,
+    units=132,
+)  # [H100]
 _H200 = replace(_H100, memory_GBps=4800.0)  # [H200]: the compute of an H100 with faster memory
-_A100 = Roofline({"int8": 624.0, "bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5}, 2039.0, 108)  # fmt: skip  # [A100]
+_A100 = Roofline(
+    {"int8": 624.0, "bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5},
+    memory_GBps=2039.0,
+    units=108,
+)  # [A100]
 # One server core does 16 fp32 fused multiply-adds (2 vector units of 256 bit) at some 3 GHz: 0.1 TFLOPS. [own]
-_CPU = Roofline({"fp32": 0.1, "tf32": 0.1, "fp64": 0.05, "bf16": 0.02, "fp16": 0.02, "fp8": 0.01, "int8": 0.1}, 10.0, 1, tile=16, ramp_k=16)  # fmt: skip
+_CPU = Roofline(
+    {"fp32": 0.1, "tf32": 0.1, "fp64": 0.05, "bf16": 0.02, "fp16": 0.02, "fp8": 0.01, "int8": 0.1},
+    memory_GBps=10.0,
+    units=1,
+    tile=16,
+    ramp_k=16,
+)
 
 
 def _link(nominal_GBps: float, latency_us: float, full_duplex: bool = True) -> Uniform:

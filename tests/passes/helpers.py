@@ -41,6 +41,7 @@ def only_site(function: Callable[..., Any], ranks: int, *shapes: Sequence[int], 
 
 
 def rewritten(gm: fx.GraphModule, ranks: int, rank: int = 0, **options: Any) -> fx.GraphModule:
+    options = {"schedule": "ring", "slices_per_rank": 1, **options}
     return rewrite_for_rank(gm, Options(rewrite="always", **options), LocalWorld(ranks).transport(rank))[0]
 
 

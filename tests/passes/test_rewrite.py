@@ -85,7 +85,7 @@ def test_a_16_bit_sum_over_direct_transfers_rounds_once() -> None:
     ranks = 8
     inputs = [[x.to(torch.bfloat16) for x in row] for row in on_each_rank(ranks, (8, 64), (64, 64))]
     gm = capture(lambda x, w: reduce_scatter(x @ w, 0, ranks), inputs[0])
-    # The plain reference of the in-process world sums in float64 and rounds once: so must ours, to the last bit or nearly.
+    # The plain reference of the in-process world sums in float64 and rounds once: so must ours, or nearly.
     assert_equivalent(gm, inputs, Options(rewrite="always"), rtol=2**-8, atol=0.0)
 
 

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 forced = st.builds(
     Options,
     rewrite=st.just("always"),
-    schedule=st.sampled_from(["auto", "ring", "direct"]),
+    schedule=st.sampled_from(["auto", "ring", "bidirectional", "direct"]),
     slices_per_rank=st.sampled_from([1, 1, 2, 3, 4]),
 )
 few_ranks = st.sampled_from([2, 2, 3, 3, 4])

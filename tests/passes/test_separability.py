@@ -97,7 +97,7 @@ def test_a_16_bit_matmul_is_not_summed_over_slices() -> None:
     (mm,) = capture(lambda a, b: a @ b, tensors((4, 6), (6, 5), dtype=torch.bfloat16)).graph.find_nodes(
         op="call_function", target=aten.mm.default
     )
-    with pytest.raises(NotSeparable, match="round to torch.bfloat16"):
+    with pytest.raises(NotSeparable, match=r"round to torch\.bfloat16"):
         rule_of(mm).from_inputs(mm, {mm.args[0]: Cut(1)}, 2)
 
 

@@ -1,0 +1,152 @@
+"""Whether a region is rewritten, and by which schedule: its cost in numbers, handed to the scheduler.
+
+The scheduler (`fo_compiler.schedule.choose`) knows machines and schedules and no graph; this module tells it how long
+the region's matmuls take on a slice and how many bytes a slice has. Equal graphs and options give equal decisions on
+all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from ..errors import MachineError
+from ..options import Options
+from ..schedule import FAMILIES, Kind, Schedule, build
+from ..schedule.choose import DEFAULT_SLICES_PER_RANK, Choice, choose
+from ..schedule.choose import Region as RegionNumbers
+from ..schedule.machine import Machine
+from ..schedule.presets import default_machine, find_machine
+from .regions import Region, plan_region
+from .separability import shape_of, tensor_of
+from .sites import Site
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul of a region, uncut: [batch, m, k] @ [batch, k, n]; `cut` names the dim that the slices divide."""
+
+    batch: int
+    m: int
+    k: int
+    n: int
+    cut: str
+
+    def slice_us(self, machine: Machine, dtype: str, slices: int) -> float:
+        """Time of the matmul on one of `slices` slices."""
+        sizes = {"batch": self.batch, "m": self.m, "k": self.k, "n": self.n}
+        sizes[self.cut] = -(-sizes[self.cut] // slices)
+        # A batched matmul fills the machine like one with as many rows.
+        return machine.matmul_us(sizes["batch"] * sizes["m"], sizes["k"], sizes["n"], dtype)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do with a site. `schedule` is None where it is left alone; `reason` has the predicted times."""
+
+    region: Region
+    schedule: Schedule | None
+    reason: str
+
+
+def machine_of(options: Options, device_type: str) -> Machine:
+    """The machine that predictions are made for. Raises MachineError for an unknown name or a broken file."""
+    return find_machine(options.machine) if options.machine is not None else default_machine(device_type)
+
+
+def decide(site: Site, options: Options) -> Decision:
+    """Plan the region of a site and choose its schedule.
+
+    Raises NotSeparable, with the reasons, where no matmul can be computed slice by slice.
+    """
+    region = plan_region(site, options.slices_per_rank or 1)
+    shard = shape_of(site.value)[site.dim] // site.ranks
+    wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
+    numbers = tuple(m for m in wanted if shard % m == 0)
+    try:
+        choice = _predict(region, options, numbers)
+        if choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
+            region = plan_region(site, choice.schedule.slices_per_rank)
+            if region.slices_per_rank != choice.schedule.slices_per_rank:  # some view only takes coarser slices
+                choice = _predict(region, options, (region.slices_per_rank,))
+    except MachineError as error:
+        schedule = None if options.rewrite == "auto" else build(site.kind, families(site, options)[0], site.ranks)
+        return Decision(plan_region(site, 1), schedule, f"no prediction: {error}")
+    if options.rewrite == "auto":
+        return Decision(region, choice.schedule if choice.rewrite else None, choice.reason)
+    return Decision(region, choice.schedule, f"rewrite='always'; auto: {choice.reason}")
+
+
+def families(site: Site, options: Options) -> tuple[str, ...]:
+    """The schedule families that are allowed for a site."""
+    if options.schedule != "auto":
+        return (options.schedule,)
+    if site.kind is Kind.REDUCE_SCATTER and tensor_of(site.value).dtype in (torch.float16, torch.bfloat16):
+        # All partial sums meet in float32 and are rounded once; every other family rounds at each hop.
+        return ("direct",)
+    return tuple(FAMILIES[site.kind])
+
+
+def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...]) -> Choice:
+    site = region.site
+    value = tensor_of(site.value)
+    machine = machine_of(options, value.device.type)
+    return _choose(
+        site.kind,
+        machine,
+        site.ranks,
+        tuple((product_of(region, node), str(tensor_of(node).dtype)) for node in region.matmuls),
+        prod(shape_of(site.value)) * value.element_size() // site.ranks,
+        None if options.schedule == "auto" and len(families(site, options)) > 1 else families(site, options),
+        slices_per_rank,
+        options.margin,
+        None if options.max_buffer_mb is None else options.max_buffer_mb * 1e6,
+    )
+
+
+@lru_cache(maxsize=1024)  # the layers of a model ask the same question
+def _choose(
+    kind: Kind,
+    machine: Machine,
+    ranks: int,
+    products: tuple[tuple[Product, str], ...],
+    slice_bytes: int,
+    allowed: tuple[str, ...] | None,
+    slices_per_rank: tuple[int, ...],
+    margin: float,
+    max_buffer_bytes: float | None,
+) -> Choice:
+    def compute_us(slices: int) -> float:
+        return sum(product.slice_us(machine, dtype, slices) for product, dtype in products)
+
+    numbers = RegionNumbers(
+        compute_us=lambda m: compute_us(ranks * m), slice_bytes=float(slice_bytes), whole_compute_us=compute_us(1)
+    )
+    return choose(
+        kind,
+        machine,
+        ranks,
+        numbers,
+        families=allowed,
+        slices_per_rank=slices_per_rank,
+        margin=margin,
+        max_buffer_bytes=max_buffer_bytes,
+    )
+
+
+def product_of(region: Region, node: Node) -> Product:
+    """The sizes of a matmul of a region, and which of them is cut."""
+    a = node.args[0] if len(node.args) < 3 or node.target is torch.ops.aten.linear.default else node.args[1]
+    assert isinstance(a, Node)
+    shape = shape_of(node)
+    sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": shape_of(a)[-1], "n": shape[-1]}
+    batch = prod(shape[:-2])
+    cut = region.cuts.get(node)
+    if cut is None:
+        return Product(batch, **sizes, cut="k")
+    where = {len(shape) - 1: "n", len(shape) - 2: "m"}.get(cut.dim, "batch")
+    return Product(batch, **sizes, cut=where)
