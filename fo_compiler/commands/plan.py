@@ -21,14 +21,10 @@ DRAWN_RANKS = 8  # timelines of more ranks are cut off; --trace and --svg have a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--kind", required=True, choices=[str(kind) for kind in Kind], help="what the collective does"
-    )
+    parser.add_argument("--kind", required=True, choices=[str(kind) for kind in Kind], help="what the collective does")
     parser.add_argument("--ranks", required=True, type=_positive, metavar="N", help="ranks in the group")
     shape = parser.add_argument_group("the region by shape: one [M, K] @ [K, N] a rank, sliced along M")
-    shape.add_argument(
-        "--m", type=_positive, help="rows of the gathered input, or of the result that is scattered"
-    )
+    shape.add_argument("--m", type=_positive, help="rows of the gathered input, or of the result that is scattered")
     shape.add_argument("--k", type=_positive, help="contracted size")
     shape.add_argument("--n", type=_positive, help="columns of the result")
     shape.add_argument("--dtype", default="bf16", help="bf16, fp16, fp32, fp64 or fp8 (default: %(default)s)")
@@ -45,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--margin", type=_time, default=DEFAULT_MARGIN, help="least gain to rewrite (default: %(default)s)"
     )
-    options.add_argument(
-        "--max-buffer-mb", type=_time, help="most memory for slices under way, in 10^6 bytes"
-    )
+    options.add_argument("--max-buffer-mb", type=_time, help="most memory for slices under way, in 10^6 bytes")
     options.add_argument(
         "--chunks",
         type=_positive,
@@ -87,9 +81,7 @@ def run(args: argparse.Namespace) -> int:
         schedule = choice.schedule
         if schedule is None:
             raise OptionError(f"nothing to draw: {choice.reason}")
-        simulation = simulate(
-            schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True
-        )
+        simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
         if args.trace:
             args.trace.write_text(json.dumps(chrome_trace(schedule, simulation)))
         if args.svg:
@@ -153,17 +145,14 @@ def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region
     rows.append((f"lower bound: {choice.bound.why}", choice.bound.us))
     width = max(len(what) for what, _ in rows)
     for what, us in rows:
-        chosen = (
-            (best is not None and what == f"schedule {best.name}")
-            if choice.rewrite
-            else what.startswith("plain")
-        )
+        chosen = (best is not None and what == f"schedule {best.name}") if choice.rewrite else what.startswith("plain")
         lines.append(f"  {what:{width}}  {us / 1e3:10.4f} ms{'  <- chosen' if chosen else ''}")
     lines += ["", f"why: {choice.reason}"]
     if best is None:
         return "\n".join(lines) + "\n"
-    lines += [f"{best.name} is {best.certificate}", ""]
+    lines += [f"{best.name} is {best.certificate}"]
     schedule = best.schedule
+    lines += [*_formula(kind, machine, schedule, region), ""]
     simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
     lines += [
         f"time of each rank, 0 to {simulation.makespan_us / 1e3:.4g} ms:",
@@ -175,6 +164,36 @@ def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region
             f"(the first {DRAWN_RANKS} of {schedule.ranks} ranks; --rank, --trace and --svg show the others)\n"
         )
     return "\n".join(lines)
+
+
+def _formula(kind: Kind, machine: Machine, schedule: Schedule, region: Region) -> list[str]:
+    """The closed form of the chosen schedule, where it has one: what its time is made of, in microseconds."""
+    from ..schedule import closed_form  # sympy takes its time to import: only for those who read the text
+
+    cost = region.cost(kind, machine, schedule.slices_per_rank)
+    values = closed_form.values_for(kind, machine, schedule.ranks, schedule.slices_per_rank, cost)
+    form = closed_form.closed_form(kind, schedule.family)
+    contended = machine.compute_slowdown > 1 or machine.transfer_slowdown > 1
+    if values is None or form is None:
+        return []
+    if contended and (kind is Kind.ALL_REDUCE or schedule.slices_per_rank > 1):
+        return []
+    if not contended and not closed_form.evaluate(form.valid, values):
+        return []
+    makespan = closed_form.contended_makespan(kind) if contended else form.makespan
+    makespan = closed_form.simplified(makespan, values)
+    used = sorted((symbol for symbol in values if symbol in makespan.free_symbols), key=str)
+    lines = [
+        f"closed form: {makespan}",
+        "       with " + ", ".join(f"{symbol} = {values[symbol]:.6g}" for symbol in used)
+        + f": {closed_form.evaluate(makespan, values) / 1e3:.4f} ms",
+    ]  # fmt: skip
+    if not contended and kind is not Kind.ALL_REDUCE:
+        holds = "holds" if closed_form.evaluate(form.hidden, values) else "does not hold"
+        lines.append(
+            f"all hidden if t_l + t_b <= m t_c and t_l + (N - 1) m t_b <= (N m - 1) t_c, overheads aside: {holds}"
+        )
+    return lines
 
 
 def _drawn(args: argparse.Namespace, schedule: Schedule) -> range:

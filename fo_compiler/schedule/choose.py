@@ -23,14 +23,13 @@ from .bound import Bound, Certificate, lower_bound
 from .families import FAMILIES, TWO_LEVEL, build
 from .ir import Kind, Schedule
 from .machine import Machine
-from .memory import buffer_slices, plain_buffer_slices
+from .memory import buffer_slices
 from .search import SEARCHED, is_irregular, search
 from .simulate import RegionCost, simulate
 
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
 LARGE_GROUP = 16  # ranks on several nodes
-LARGE_SEARCH = 32  # ranks of a group for which a schedule is searched
 FAR_BEHIND = 1.5  # times the fastest candidate
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
 
@@ -144,7 +143,7 @@ def ranks_per_node(machine: Machine, ranks: int) -> int | None:
 def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
     if is_irregular(machine):
-        return (*FAMILIES[kind], SEARCHED) if ranks <= LARGE_SEARCH else tuple(FAMILIES[kind])
+        return (*FAMILIES[kind], SEARCHED)
     if ranks_per_node(machine, ranks) is None:
         return tuple(FAMILIES[kind])
     # The others know nothing of nodes. In large groups they are far behind, and dear to simulate.

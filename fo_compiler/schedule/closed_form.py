@@ -68,6 +68,14 @@ def _compiled(formula: Any, arguments: tuple[Symbol, ...]) -> Callable[..., floa
     return cast("Callable[..., float]", sympy.lambdify(arguments, formula, modules="math"))
 
 
+def simplified(formula: Expr, values: Mapping[Symbol, float]) -> Expr:
+    """The formula without the terms that are 0 for these values, and for N > 1 without the case N = 1."""
+    zeros = {symbol: 0 for symbol, value in values.items() if value == 0}
+    if isinstance(formula, Piecewise) and values[N] > 1:
+        formula = formula.args[-1][0]
+    return formula.subs(zeros)
+
+
 @lru_cache(maxsize=32)
 def closed_form(kind: Kind, family: str) -> ClosedForm | None:
     """The formula of a family without contention, or None where there is none."""

@@ -63,7 +63,9 @@ def decode(expected: Any, data: Any, where: str) -> Any:
 
 # Quantities that are divided by, so that 0 is a mistake. `port_GBps` and `adapter_GBps` are not: there 0 has a meaning.
 # (The rows of a matrix are checked by `Matrix`, which does not read the diagonal.)
-_POSITIVE = frozenset("bandwidth_GBps memory_GBps time_us units tile efficiency ranks_per_node m k n".split())
+_POSITIVE = frozenset(
+    ["bandwidth_GBps", "memory_GBps", "time_us", "units", "tile", "efficiency", "ranks_per_node", "m", "k", "n"]
+)
 
 
 def _check_number(value: float, where: str) -> None:

@@ -34,6 +34,9 @@ SEARCHED = "searched"
 EFFORT = 20_000  # transfers looked at: bounds the time to about a second, whatever the group's size
 ROUNDS = (6, 120)  # at least and at most
 SMALL_GROUP = 6  # ranks; up to here rings are tried in every order
+LARGE_GROUP = (
+    24  # ranks; beyond, planning transfer by transfer takes too long, and only a ring along quick links is tried
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,7 @@ def search(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, cost:
             best, best_us = schedule, us
         if best_us <= bound_us * (1 + 1e-9):
             break
-    assert best is not None
-    return best
+    return best if best is not None else build(kind, "direct", ranks, slices_per_rank)
 
 
 def _proposals(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost) -> Iterator[Schedule]:
@@ -82,7 +84,7 @@ def _proposals(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCos
     # An all-reduce has nothing but these.
     for family in FAMILIES[kind] if kind is Kind.ALL_REDUCE else () if kind.is_all_to_all else ("ring",):
         yield from (_reordered(build(kind, family, ranks, m), order) for order in _orders(fabric, size_us))
-    if kind is Kind.ALL_REDUCE:
+    if kind is Kind.ALL_REDUCE or ranks > LARGE_GROUP:
         return
     t_c = [cost.compute_us * machine.scale(rank) for rank in range(ranks)]
     planner = _Planner(fabric, ranks, m, t_c, size_us, exchange=kind.is_all_to_all)
@@ -274,7 +276,7 @@ def _quick_ring(fabric: Fabric, size_us: list[float]) -> list[int]:
     while len(order) < ranks:
         order.append(min((r for r in range(ranks) if r not in order), key=lambda r: (us(order[-1], r), r)))
     shortest, improved = length(order), True
-    while improved and ranks <= 32:
+    while improved and ranks <= 64:
         improved = False
         for i, j in itertools.combinations(range(1, ranks + 1), 2):
             turned = order[:i] + order[i:j][::-1] + order[j:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .ir import Add, Compute, Kind, Post, Schedule, Store, Wait
 
-
 _WHAT = {
     Kind.ALL_GATHER: "slices gathered",
     Kind.REDUCE_SCATTER: "partial sums scattered",

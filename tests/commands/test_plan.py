@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import xml.etree.ElementTree as ElementTree
@@ -37,7 +38,8 @@ def test_the_figures_of_table_1(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_text_shows_timeline_times_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     text = plan(capsys, *TABLE_1)
-    assert "schedule ring" in text and "<- chosen" in text
+    assert "schedule ring" in text
+    assert "<- chosen" in text
     assert "why: predicted 35.8% faster" in text
     assert "optimal: it meets the lower bound of 78.5 ms" in text
     for rank in range(4):
@@ -47,9 +49,7 @@ def test_the_text_shows_timeline_times_and_why(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("kind", [str(kind) for kind in Kind])
 @pytest.mark.parametrize("machine", ["h100-nvlink", "h100-nvlink-infiniband"])
-def test_every_kind_by_shape_in_under_a_second(
-    kind: str, machine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_kind_by_shape_in_under_a_second(kind: str, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--m", "8192", "--k", "4096", "--n", "1024", "--dtype", "bf16", "--machine", machine]
     start = time.perf_counter()
     figures = json.loads(plan(capsys, "--kind", kind, "--ranks", "8", *shape, "--json"))
@@ -67,7 +67,8 @@ def test_a_machine_file_does_as_well_as_its_name(tmp_path: Path, capsys: pytest.
 def test_leaving_alone_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--kind", "all_gather", "--ranks", "4", "--compute-ms", "100", "--transfer-ms", "1"]
     figures = json.loads(plan(capsys, *arguments, "--json"))
-    assert figures["schedule"] == "plain" and figures["predicted_ms"] == figures["serial_ms"]
+    assert figures["schedule"] == "plain"
+    assert figures["predicted_ms"] == figures["serial_ms"]
     text = plan(capsys, *arguments)
     assert "less than the margin" in text
     assert next(line for line in text.splitlines() if "<- chosen" in line).strip().startswith("plain")
@@ -85,14 +86,10 @@ def test_the_trace_has_a_process_a_rank_and_a_thread_a_stream(
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(78.5e3)
     by_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in events:
-        by_thread.setdefault((event["pid"], event["tid"]), []).append(
-            (event["ts"], event["ts"] + event["dur"])
-        )
+        by_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
     for spans in by_thread.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:], strict=False)), (
-            "Perfetto needs nesting"
-        )
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), "Perfetto needs nesting"
 
 
 def test_the_svg_is_a_picture_of_every_span(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +100,7 @@ def test_the_svg_is_a_picture_of_every_span(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "arguments,message",
+    ("arguments", "message"),
     [
         (["--compute-ms", "1"], "both --compute-ms and --transfer-ms"),
         ([], "expected either --m, --k, --n and --machine, or --compute-ms"),
@@ -125,7 +122,8 @@ def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.C
 def test_a_wrong_number_is_a_usage_error(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--kind", "all_gather", "--ranks", value])
-    assert stopped.value.code == 2 and "--ranks" in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "--ranks" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ def compute_order(schedule: Schedule, rank: int) -> list[int]:
     return [action.slice for action in schedule.program(rank) if isinstance(action, Compute)]
 
 
-@pytest.mark.parametrize("kind,family", UNIFORM)
+@pytest.mark.parametrize(("kind", "family"), UNIFORM)
 def test_every_rank_sends_each_foreign_slice_once(kind: Kind, family: str) -> None:
     schedule = build(kind, family, 5, 3)
     for rank in range(5):
@@ -26,8 +26,10 @@ def test_a_ring_only_talks_to_its_neighbours() -> None:
     for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
         for rank in range(6):
             for post in posts(build(kind, "ring", 6, 2).program(rank)):
-                assert post.send and post.send.peer == (rank + 1) % 6
-                assert post.recv and post.recv.peer == (rank - 1) % 6
+                assert post.send
+                assert post.send.peer == (rank + 1) % 6
+                assert post.recv
+                assert post.recv.peer == (rank - 1) % 6
 
 
 def test_the_own_slice_is_first_in_a_gather_and_last_in_a_scatter() -> None:
@@ -36,7 +38,7 @@ def test_the_own_slice_is_first_in_a_gather_and_last_in_a_scatter() -> None:
         assert compute_order(build(Kind.REDUCE_SCATTER, family, 4, 2), 2)[-2:] == [4, 5]
 
 
-@pytest.mark.parametrize("kind,family", UNIFORM)
+@pytest.mark.parametrize(("kind", "family"), UNIFORM)
 def test_at_most_one_step_of_transfers_is_in_flight(kind: Kind, family: str) -> None:
     m = 3
     in_flight = 0
@@ -55,11 +57,11 @@ def test_the_program_of_a_rank_is_that_of_rank_0_shifted() -> None:
 
 
 def test_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no schedule family 'spiral' for all_gather: expected one of .*ring"):
+    with pytest.raises(ValueError, match=r"no schedule family 'spiral' for all_gather: expected one of .*ring"):
         build(Kind.ALL_GATHER, "spiral", 4)
 
 
-@pytest.mark.parametrize("ranks,m", [(0, 1), (4, 0), (-1, 1)])
+@pytest.mark.parametrize(("ranks", "m"), [(0, 1), (4, 0), (-1, 1)])
 def test_counts_below_one_are_refused(ranks: int, m: int) -> None:
     with pytest.raises(ValueError, match="ranks >= 1"):
         build(Kind.ALL_GATHER, "ring", ranks, m)

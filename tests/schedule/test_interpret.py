@@ -23,7 +23,7 @@ def node_size(ranks: int) -> int:
 
 
 @pytest.mark.parametrize("family", ["ring", "direct", "bidirectional", "two_level"])
-@pytest.mark.parametrize("ranks,m", SIZES)
+@pytest.mark.parametrize(("ranks", "m"), SIZES)
 def test_all_gather_then_matmul_equals_the_plain_collective(family: str, ranks: int, m: int) -> None:
     generator = torch.Generator().manual_seed(ranks * 10 + m)
     shards = torch.randn(ranks, m, ROWS, K, dtype=torch.float64, generator=generator)
@@ -39,7 +39,7 @@ def test_all_gather_then_matmul_equals_the_plain_collective(family: str, ranks: 
 
 
 @pytest.mark.parametrize("family", ["ring", "direct", "bidirectional", "two_level"])
-@pytest.mark.parametrize("ranks,m", SIZES)
+@pytest.mark.parametrize(("ranks", "m"), SIZES)
 def test_matmul_then_reduce_scatter_equals_the_plain_collective(family: str, ranks: int, m: int) -> None:
     generator = torch.Generator().manual_seed(ranks * 10 + m)
     inputs = torch.randn(ranks, ranks * m, ROWS, K, dtype=torch.float64, generator=generator)
@@ -55,7 +55,7 @@ def test_matmul_then_reduce_scatter_equals_the_plain_collective(family: str, ran
 
 
 @pytest.mark.parametrize("family", ["ring", "direct", "bidirectional", "two_level"])
-@pytest.mark.parametrize("ranks,m", [(ranks, m) for ranks, m in SIZES if ranks <= 12 or m <= 2])
+@pytest.mark.parametrize(("ranks", "m"), [(ranks, m) for ranks, m in SIZES if ranks <= 12 or m <= 2])
 def test_matmul_then_all_reduce_equals_the_plain_collective(family: str, ranks: int, m: int) -> None:
     generator = torch.Generator().manual_seed(ranks * 10 + m)
     partial = torch.randn(ranks, ranks * m, ROWS, dtype=torch.float64, generator=generator)
@@ -68,13 +68,13 @@ def test_matmul_then_all_reduce_equals_the_plain_collective(family: str, ranks: 
 
 @pytest.mark.parametrize("kind", [Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_OUT])
 @pytest.mark.parametrize("family", ["direct", "two_level"])
-@pytest.mark.parametrize("ranks,m", [(ranks, m) for ranks, m in SIZES if m <= 2])
+@pytest.mark.parametrize(("ranks", "m"), [(ranks, m) for ranks, m in SIZES if m <= 2])
 def test_all_to_all_and_matmul_equal_the_plain_collective(kind: Kind, family: str, ranks: int, m: int) -> None:
     generator = torch.Generator().manual_seed(ranks * 10 + m)
     blocks = torch.randn(ranks, ranks, m, ROWS, dtype=torch.float64, generator=generator)
     scale = torch.arange(1, ranks + 1, dtype=torch.float64)
     schedule = build(kind, family, ranks, m, node_size(ranks))
-    results = interpret_all_to_all(schedule, blocks, lambda rank, block: block * scale[rank])
+    results = interpret_all_to_all(schedule, [list(block) for block in blocks], lambda rank, block: block * scale[rank])
     # Before the exchange the source's body runs, after it the destination's.
     by = scale.view(1, -1) if kind.arrives_first else scale.view(-1, 1)
     exchanged = (blocks * by.view(*by.shape, 1, 1)).transpose(0, 1)

@@ -52,7 +52,7 @@ def changed(path: str, value: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "path,value,message",
+    ("path", "value", "message"),
     [
         ("network.inside.latency_us", "6", r"network\.inside\.latency_us: expected a number, got '6'"),
         ("network.inside.latency_us", -1, r"latency_us: expected a finite number of at least 0, got -1"),
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "latency,bandwidth,ports",
+    ("latency", "bandwidth", "ports"),
     [(((0.0,),), ((0.0, 1.0), (1.0, 0.0)), ()), (((0.0, 1.0), (1.0, 0.0)),) * 2 + ((1.0,),)],
 )
 def test_a_ragged_matrix_is_refused(latency: Any, bandwidth: Any, ports: Any) -> None:

@@ -30,7 +30,7 @@ def all_posted_at_once(schedule: Schedule) -> Schedule:
 
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("family", ["ring", "direct"])
-@pytest.mark.parametrize("t_c,t_p", [(10.0, 4.0), (10.0, 10.0), (10.0, 25.0)])
+@pytest.mark.parametrize(("t_c", "t_p"), [(10.0, 4.0), (10.0, 10.0), (10.0, 25.0)])
 def test_the_time_is_that_of_the_paper(kind: Kind, family: str, t_c: float, t_p: float) -> None:
     for ranks in (2, 3, 4, 8):
         simulation = simulate(build(kind, family, ranks), simple_machine(), RegionCost(t_c, t_p * 1e3))
@@ -148,7 +148,8 @@ def test_spans_of_a_stream_fill_the_timeline() -> None:
         compute = [s for s in simulation.spans if s.rank == rank and s.stream is Stream.COMPUTE]
         assert sum(s.end_us - s.start_us for s in compute) == pytest.approx(100e3)
         transfers = [s for s in simulation.spans if s.rank == rank and s.stream is Stream.COMM]
-        assert len(transfers) == 6 and all(s.end_us - s.start_us == pytest.approx(16e3) for s in transfers)
+        assert len(transfers) == 6
+        assert all(s.end_us - s.start_us == pytest.approx(16e3) for s in transfers)
 
 
 def test_ranks_that_wait_for_ever_are_named() -> None:

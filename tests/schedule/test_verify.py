@@ -97,7 +97,7 @@ def add_the_first_stored(program: list[Action]) -> None:
     program[i] = Add(store.slice, store.step)
 
 
-@pytest.mark.parametrize("kind,family", FAMILY_OF_KIND)
+@pytest.mark.parametrize(("kind", "family"), FAMILY_OF_KIND)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 13, 16])
 def test_every_family_is_accepted(kind: Kind, family: str, ranks: int) -> None:
     for m in range(1, 5 if ranks <= 8 else 3):
@@ -105,7 +105,7 @@ def test_every_family_is_accepted(kind: Kind, family: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(FAMILIES))
-@pytest.mark.parametrize("ranks,ranks_per_node", [(4, 2), (6, 2), (6, 3), (8, 4), (12, 4), (4, 1), (4, 4), (1, 1)])
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 4), (12, 4), (4, 1), (4, 4), (1, 1)])
 def test_every_two_level_schedule_is_accepted(kind: Kind, ranks: int, ranks_per_node: int) -> None:
     for m in (1, 2):
         verify(build(kind, TWO_LEVEL, ranks, m, ranks_per_node))
@@ -212,4 +212,4 @@ def test_no_single_deletion_goes_unnoticed(data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     at = data.draw(st.integers(0, len(schedule.program(rank)) - 1))
     with pytest.raises(ScheduleError):
-        verify(broken(schedule, lambda program: program.pop(at), rank))
+        verify(broken(schedule, lambda program: program.__delitem__(at), rank))
