@@ -119,7 +119,7 @@ def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
         fx.map_arg(node.args, inner.__getitem__),
         fx.map_arg(node.kwargs, inner.__getitem__),
     )
-    call.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+    call.meta.update({**node.meta, "val": None})
     body.output(call)
     attribute = f"fo_{node.name}"
     setattr(owner, attribute, _LazyGraphModule(owner, body))

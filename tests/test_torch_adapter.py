@@ -45,7 +45,9 @@ def test_every_private_name_that_the_adapter_imports_is_in_the_installed_torch()
 
 def test_groups_are_listed_with_their_global_ranks_in_group_order(fake_world: None) -> None:
     pair = dist.new_group([1, 3])
+    dist.new_group([0, 2])  # one that this rank is not in
     members = group_members()
+    assert len(members) == 2
     assert members[dist.group.WORLD.group_name] == [0, 1, 2, 3]
     assert members[pair.group_name] == [1, 3]
 

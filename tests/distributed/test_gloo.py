@@ -66,9 +66,7 @@ def test_every_gather_and_scatter_dim_of_two_ranks(world: Worlds) -> None:
 
 
 def test_the_model_trains_as_under_plain_inductor_for_fifty_steps(world: Worlds) -> None:
-    records = agreed(
-        world(2).run(partial(checks.model_trains_as_under_plain_inductor, "ring", 1, steps=50, kernels=True))
-    )
+    records = agreed(world(2).run(partial(checks.model_trains_as_under_plain_inductor, "ring", 1, steps=50)))
     assert rewritten(records) > 0
 
 
@@ -108,8 +106,8 @@ def test_a_shared_cache_gives_right_values_and_records_when_cold_and_when_warm(t
     ]
     for did, _ in (*cold, *warm):
         assert did == expected
-    assert all(misses > 0 for _, misses in cold)
-    assert all(misses == 0 for _, misses in warm)
+    assert [misses[:4] for _, misses in cold] == [[2, 2, 2, 2]] * 2
+    assert [misses for _, misses in warm] == [[0] * len(checks.TOGGLED)] * 2
 
 
 # --- three ranks ----------------------------------------------------------------------------------------------------
