@@ -29,7 +29,7 @@ from .simulate import RegionCost, simulate
 
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
-LARGE_GROUP = 16  # ranks on several nodes
+LARGE_GROUP = 16  # ranks; beyond, what is far behind as a rule is not even simulated
 FAR_BEHIND = 1.5  # times the fastest candidate
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
 
@@ -143,10 +143,12 @@ def ranks_per_node(machine: Machine, ranks: int) -> int | None:
 def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
     if is_irregular(machine):
-        return (*FAMILIES[kind], SEARCHED)
+        return (*FAMILIES[kind], SEARCHED) if ranks <= LARGE_GROUP or not kind.is_all_to_all else ("direct", SEARCHED)
+    if kind.is_all_to_all:  # to relay slices only pays where links differ
+        return (TWO_LEVEL, "direct") if ranks_per_node(machine, ranks) else ("direct",)
     if ranks_per_node(machine, ranks) is None:
         return tuple(FAMILIES[kind])
-    # The others know nothing of nodes. In large groups they are far behind, and dear to simulate.
+    # The others know nothing of nodes: in large groups they are far behind, and dear to simulate.
     return (TWO_LEVEL, *FAMILIES[kind]) if ranks <= LARGE_GROUP else (TWO_LEVEL,)
 
 

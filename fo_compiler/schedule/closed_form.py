@@ -84,7 +84,7 @@ def closed_form(kind: Kind, family: str) -> ClosedForm | None:
     add = t_a if kind.reduces else Integer(0)
     if kind is Kind.ALL_REDUCE:
         return _all_reduce(family)
-    if family == "ring":
+    if family == "ring" and not kind.is_all_to_all:
         return ClosedForm(_chain(add), S.true, _hidden(add))
     if family == "direct":
         return ClosedForm(_chain(add), apart, _hidden(add))

@@ -133,6 +133,45 @@ def direct_all_to_all(ranks: int, m: int) -> Program:
     return tuple(program)
 
 
+def _relayed_all_to_all(ranks: int, m: int, forward: int, backward: int) -> Program:
+    """Slices travel from neighbour to neighbour, `forward` hops at most one way and `backward` the other way.
+
+    In turn k everything moves one hop on: what came k hops far and has further to go. It is for networks in which only
+    neighbours are near: elsewhere it carries each slice as often as it has hops.
+    """
+    program: list[Action] = []
+    posted: list[int] = []
+    step = 0
+
+    def block(source: int, destination: int, part: int) -> int:
+        return (source % ranks * ranks + destination % ranks) * m + part
+
+    for k in range(max(forward, backward) + 1):
+        program += [Wait(earlier) for earlier in posted]
+        posted = []
+        for way, reach in ((1, forward), (-1, backward)):
+            for part in range(m):
+                for further in range(reach - k):
+                    send = Send(block(-way * k, way * (1 + further), part), way % ranks)
+                    recv = Recv(block(-way * (1 + k), way * further, part), -way % ranks)
+                    program.append(Post(step, send, recv))
+                    posted.append(step)
+                    step += 1
+        sources = [0] if k == 0 else [-k] * (k <= forward) + [k] * (k <= backward)
+        program += [Compute(block(source, 0, part)) for source in sources for part in range(m)]
+    return tuple(program)
+
+
+def ring_all_to_all(ranks: int, m: int) -> Program:
+    """All slices go round the ring one way."""
+    return _relayed_all_to_all(ranks, m, ranks - 1, 0)
+
+
+def bidirectional_all_to_all(ranks: int, m: int) -> Program:
+    """Each slice takes the shorter way round the ring."""
+    return _relayed_all_to_all(ranks, m, ranks // 2, (ranks - 1) // 2)
+
+
 def _transposed(slice_: int, ranks: int, m: int) -> int:
     """The slice of an all-to-all that goes the other way."""
     group, part = divmod(slice_, m)
@@ -140,9 +179,11 @@ def _transposed(slice_: int, ranks: int, m: int) -> int:
     return (destination * ranks + source) * m + part
 
 
-def direct_all_to_all_out(ranks: int, m: int) -> Program:
-    """Send the result for r-hop-1, receive one from r+hop+1; the own slice comes last."""
-    return reverse(direct_all_to_all(ranks, m), reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))
+def _out_of(exchange: Callable[[int, int], Program]) -> Callable[[int, int], Program]:
+    """Results are sent the way that slices come in, backwards in time; the own slice comes last."""
+    return lambda ranks, m: reverse(
+        exchange(ranks, m), reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m)
+    )
 
 
 def _all_reduce_of(gather: Callable[[int, int], Program]) -> Callable[[int, int], Program]:
@@ -165,8 +206,16 @@ FAMILIES: dict[Kind, dict[str, Callable[[int, int], Program]]] = {
         "bidirectional": _all_reduce_of(bidirectional_all_gather),
         "direct": _all_reduce_of(direct_all_gather),
     },
-    Kind.ALL_TO_ALL: {"direct": direct_all_to_all},
-    Kind.ALL_TO_ALL_OUT: {"direct": direct_all_to_all_out},
+    Kind.ALL_TO_ALL: {
+        "direct": direct_all_to_all,
+        "ring": ring_all_to_all,
+        "bidirectional": bidirectional_all_to_all,
+    },
+    Kind.ALL_TO_ALL_OUT: {
+        "direct": _out_of(direct_all_to_all),
+        "ring": _out_of(ring_all_to_all),
+        "bidirectional": _out_of(bidirectional_all_to_all),
+    },
 }
 FAMILY_NAMES = ("ring", "bidirectional", "direct")  # those that need no more than the number of ranks
 TWO_LEVEL = "two_level"

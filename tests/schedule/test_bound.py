@@ -200,7 +200,7 @@ def random_machine(data: st.DataObject, ranks: int) -> Machine:
     )
 
 
-@settings(max_examples=max(100, INSTANCES), deadline=None)
+@settings(max_examples=max(60, INSTANCES), deadline=None)
 @given(st.data())
 def test_no_schedule_on_any_machine_beats_the_bound(data: st.DataObject) -> None:
     ranks, m = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 3))

@@ -159,19 +159,19 @@ def test_ranks_that_wait_for_ever_are_named() -> None:
         simulate(schedule, simple_machine(), RegionCost(1.0, 1.0))
 
 
-def fastest(schedule: Schedule, machine: Machine) -> float:
-    """Seconds of the best of three runs: the machine that runs the tests may be busy."""
-    times = []
+def fits_in_a_second(schedule: Schedule, machine: Machine) -> bool:
+    """CPU seconds, and three tries: the machine that runs the tests may be busy."""
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         simulate(schedule, machine, RegionCost(50.0, 1e6))
-        times.append(time.perf_counter() - start)
-    return min(times)
+        if time.process_time() - start < 1.0:
+            return True
+    return False
 
 
 def test_64_ranks_of_a_two_level_machine_take_less_than_a_second() -> None:
-    assert fastest(build(Kind.ALL_GATHER, "ring", 64, 4), PRESETS["h100-nvlink-infiniband"]) < 1.0
+    assert fits_in_a_second(build(Kind.ALL_GATHER, "ring", 64, 4), PRESETS["h100-nvlink-infiniband"])
 
 
 def test_1024_uniform_ranks_take_less_than_a_second() -> None:
-    assert fastest(build(Kind.ALL_GATHER, "ring", 1024, 4), PRESETS["h100-nvlink"]) < 1.0
+    assert fits_in_a_second(build(Kind.ALL_GATHER, "ring", 1024, 4), PRESETS["h100-nvlink"])
