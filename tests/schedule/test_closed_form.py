@@ -94,7 +94,9 @@ def test_the_condition_says_when_everything_is_hidden(
     assert form is not None
     assert values is not None
     exposed = simulate(build(Kind.ALL_GATHER, "ring", ranks, m), machine, cost).exposed_us
-    assume(exposed == 0 or exposed > 1e-6)
+    # At the very limit the last digit decides, and the two add up in different orders.
+    near = [cf.evaluate(form.hidden, values | {cf.t_c: t_c * by}) for by in (1 - 1e-9, 1 + 1e-9)]
+    assume(near[0] == near[1])
     assert bool(cf.evaluate(form.hidden, values)) == (exposed < 1e-6)
 
 
