@@ -17,6 +17,7 @@ from ..schedule.presets import find_machine
 from ..schedule.simulate import simulate
 from ..schedule.timeline import text_timeline
 
+DRAWN_SLICES = 10_000  # of all ranks together: to draw more takes seconds
 DRAWN_RANKS = 8  # timelines of more ranks are cut off; --trace and --svg have all of them
 
 
@@ -153,11 +154,10 @@ def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region
     lines += [f"{best.name} is {best.certificate}"]
     schedule = best.schedule
     lines += [*_formula(kind, machine, schedule, region), ""]
-    simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
-    lines += [
-        f"time of each rank, 0 to {simulation.makespan_us / 1e3:.4g} ms:",
-        bars(simulation, ranks=DRAWN_RANKS),
-    ]
+    if schedule.ranks * len(schedule.computed_by(0)) <= DRAWN_SLICES:
+        simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
+        lines.append(f"time of each rank, 0 to {simulation.makespan_us / 1e3:.4g} ms:")
+        lines.append(bars(simulation, ranks=DRAWN_RANKS))
     lines += [text_timeline(schedule, rank) for rank in _drawn(args, schedule)]
     if schedule.ranks > DRAWN_RANKS:
         lines.append(

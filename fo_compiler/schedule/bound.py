@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from .ir import Kind
 from .machine import Machine
-from .network import BYTES_PER_US_PER_GBPS, Fabric
+from .network import BYTES_PER_US_PER_GBPS, Fabric, Uniform
 from .simulate import RegionCost
 
 
@@ -56,28 +56,31 @@ class Certificate:
 
 
 class _Border:
-    """What crosses from the ranks `outside` to the ranks `inside`: how soon, and how fast.
+    """What crosses the border of a group of ranks: how soon, and how fast."""
 
-    With `mirrored`, time runs backwards: what leaves is what arrives.
-    """
-
-    def __init__(
-        self, fabric: Fabric, inside: Iterable[int], cost: RegionCost, machine: Machine, *, mirrored: bool
-    ) -> None:
-        within = frozenset(inside)
-        outside = [rank for rank in range(fabric.ranks) if rank not in within]
-        links = [fabric.link(i, o) if mirrored else fabric.link(o, i) for o in outside for i in sorted(within)]
-        alone = [fabric.alone_GBps(link) for link in links]
-        self.latency_us = min(fabric.latency_us[link] for link in links)
-        # A link cannot outrun its port, nor all links together the ports at either end.
-        ends = [sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links}) for end in (0, 1)]
-        rate = min(sum(alone), *ends) * BYTES_PER_US_PER_GBPS
-        gap_bytes = machine.gap_us * min(alone) * BYTES_PER_US_PER_GBPS
+    def __init__(self, links: list[tuple[float, float]], ports_GBps: float, cost: RegionCost, machine: Machine) -> None:
+        """`links` are (latency_us, GB/s alone) of those that cross; together they cannot outrun the ports at either end."""
+        self.latency_us = min(latency for latency, _ in links)
+        slowest, together = min(GBps for _, GBps in links), sum(GBps for _, GBps in links)
+        rate = min(together, ports_GBps) * BYTES_PER_US_PER_GBPS
+        self.slice_us = (cost.slice_bytes + machine.gap_us * slowest * BYTES_PER_US_PER_GBPS) / rate
         self.one_us = min(
-            fabric.latency_us[link] + machine.gap_us + cost.slice_bytes / (GBps * BYTES_PER_US_PER_GBPS)
-            for link, GBps in zip(links, alone, strict=True)
+            latency + machine.gap_us + cost.slice_bytes / (GBps * BYTES_PER_US_PER_GBPS) for latency, GBps in links
         )
-        self.slice_us = (cost.slice_bytes + gap_bytes) / rate
+
+    @classmethod
+    def of(cls, machine: Machine, ranks: int, inside: Iterable[int], cost: RegionCost, *, mirrored: bool) -> _Border:
+        """From the other ranks to those `inside`. With `mirrored`, time runs backwards: what leaves is what arrives."""
+        network = machine.network
+        if isinstance(network, Uniform):  # all ranks alike: the port of one
+            port = network.port_GBps or network.bandwidth_GBps
+            alone = (network.latency_us, min(network.bandwidth_GBps, port))
+            return cls([alone] * (ranks - 1), port, cost, machine)
+        fabric, within = machine.fabric(ranks), frozenset(inside)
+        outside = [rank for rank in range(ranks) if rank not in within]
+        links = [fabric.link(i, o) if mirrored else fabric.link(o, i) for o in outside for i in sorted(within)]
+        ends = [sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links}) for end in (0, 1)]
+        return cls([(fabric.latency_us[link], fabric.alone_GBps(link)) for link in links], min(ends), cost, machine)
 
     def nth_us(self, n: int) -> float:
         """The n-th crossing is not over before this."""
@@ -92,35 +95,34 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
     if ranks == 1:
         return Bound(m * t_c[0], "its compute")
     # On a uniform machine the ports of rank 0 speak for all.
-    uniform = machine.is_uniform
-    fabric = machine.fabric(ranks)
-    some = [0] if uniform else list(range(ranks))
-    groups = [] if uniform else _groups(fabric)
-    bounds = [Bound(_work_us(kind, machine, ranks, m, cost, rank, fabric), f"work of rank {rank}") for rank in some]
-    distance = [] if uniform else _distances(fabric, cost, machine)
+    some = [0] if machine.is_uniform else list(range(ranks))
+    groups, distance = [], []
+    if not isinstance(machine.network, Uniform):
+        groups, distance = _groups(machine.fabric(ranks)), _distances(machine.fabric(ranks), cost, machine)
+    bounds = [Bound(_work_us(kind, machine, ranks, m, cost, rank), f"work of rank {rank}") for rank in some]
     if kind is Kind.ALL_REDUCE:
-        bounds += _all_reduce_bounds(fabric, machine, m, cost, t_c, some, groups)
+        bounds += _all_reduce_bounds(machine, ranks, m, cost, t_c, some, groups)
         if distance:
             bounds += [
                 Bound(ranks * m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some
             ]
         return max(bounds, key=lambda bound: bound.us)
-    if uniform and _is_half_duplex(fabric):
-        border = _Border(fabric, [0], cost, machine, mirrored=False)
+    if machine.is_uniform and _is_half_duplex(machine):
+        border = _Border.of(machine, ranks, [0], cost, mirrored=False)
         count = (ranks - 1) * m
         bounds.append(Bound(border.nth_us(2 * count) + t_c[0], f"{count} slices in and {count} out of one port"))
     mirrored = not kind.arrives_first
     verb = "leave" if mirrored else "enter"
     n = (ranks - 1) * m
     for r in some:
-        border = _Border(fabric, [r], cost, machine, mirrored=mirrored)
+        border = _Border.of(machine, ranks, [r], cost, mirrored=mirrored)
         bounds.append(Bound(border.nth_us(1) + n * t_c[r], f"the first slice to {verb} rank {r}, then its compute"))
         bounds.append(Bound(border.nth_us(n) + t_c[r], f"{n} slices {verb} rank {r} through its port"))
         if distance:
             far = sorted(distance[r][o] if mirrored else distance[o][r] for o in range(ranks) if o != r)
             bounds += [Bound(far[i] + (n - i * m) * t_c[r], f"the way to rank {r} from afar") for i in range(ranks - 1)]
         # The other side of the port: what each rank owns has to get out at all (in an all-to-all, to everybody).
-        other = _Border(fabric, [r], cost, machine, mirrored=not mirrored)
+        other = _Border.of(machine, ranks, [r], cost, mirrored=not mirrored)
         count = n if kind.is_all_to_all else m
         elsewhere = min(t_c[o] for o in range(ranks) if o != r)
         bounds.append(Bound(other.nth_us(count) + elsewhere, f"{count} slices of rank {r} through its port"))
@@ -131,8 +133,8 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
         inside = min(t_c[r] for r in group)
         outside = min(t_c[r] for r in range(ranks) if r not in group)
         names = ", ".join(map(str, sorted(group)[:4])) + (", ..." if len(group) > 4 else "")
-        way_in = _Border(fabric, group, cost, machine, mirrored=mirrored)
-        way_out = _Border(fabric, group, cost, machine, mirrored=not mirrored)
+        way_in = _Border.of(machine, ranks, group, cost, mirrored=mirrored)
+        way_out = _Border.of(machine, ranks, group, cost, mirrored=not mirrored)
         bounds.append(Bound(way_in.nth_us(entering) + inside, f"{entering} slices {verb} the group {names}"))
         bounds.append(
             Bound(way_out.nth_us(leaving) + outside, f"{leaving} slices of the group {names} cross its border")
@@ -140,7 +142,7 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
     return max(bounds, key=lambda bound: bound.us)
 
 
-def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost, rank: int, fabric: Fabric) -> float:
+def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost, rank: int) -> float:
     """What a rank has to do itself, and what contention makes of it."""
     scale = machine.scale(rank)
     messages = (ranks * m) if kind is Kind.ALL_REDUCE else (ranks - 1) * m
@@ -150,22 +152,22 @@ def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost,
         adds = (ranks - 1) * m if machine.is_uniform else m if kind is Kind.REDUCE_SCATTER else 0
         work += adds * cost.add_us * scale
     # While its port is in use for `moving`, compute runs at 1 / c and bytes at 1 / d; or the two take turns.
-    border = _Border(fabric, [rank], cost, machine, mirrored=not kind.arrives_first)
+    border = _Border.of(machine, ranks, [rank], cost, mirrored=not kind.arrives_first)
     moving = messages * border.slice_us
-    if machine.is_uniform and _is_half_duplex(fabric):
+    if machine.is_uniform and _is_half_duplex(machine):
         moving *= 2  # what leaves takes the same port; some rank moves at least the average
     c, d = machine.compute_slowdown, machine.transfer_slowdown
     return work + min(moving, d * moving * (1 - 1 / c))
 
 
-def _is_half_duplex(fabric: Fabric) -> bool:
-    """Whether what enters rank 0 shares a port with what leaves it."""
-    return bool(set(fabric.ports[fabric.link(0, 1)]) & set(fabric.ports[fabric.link(1, 0)]))
+def _is_half_duplex(machine: Machine) -> bool:
+    """Whether what enters a rank shares a port with what leaves it (looked at on uniform machines only)."""
+    return isinstance(machine.network, Uniform) and not machine.network.full_duplex
 
 
 def _all_reduce_bounds(
-    fabric: Fabric,
     machine: Machine,
+    ranks: int,
     m: int,
     cost: RegionCost,
     t_c: list[float],
@@ -173,12 +175,11 @@ def _all_reduce_bounds(
     groups: list[frozenset[int]],
 ) -> list[Bound]:
     """Each rank sends something about every slice and receives something about every slice, after some compute."""
-    ranks = fabric.ranks
     slices = ranks * m
     bounds = []
     for r in some:
-        out = _Border(fabric, [r], cost, machine, mirrored=True)
-        in_ = _Border(fabric, [r], cost, machine, mirrored=False)
+        out = _Border.of(machine, ranks, [r], cost, mirrored=True)
+        in_ = _Border.of(machine, ranks, [r], cost, mirrored=False)
         others = min(t_c[o] for o in range(ranks) if o != r)
         bounds += [
             Bound(slices * t_c[r] + out.nth_us(1), f"the last slice of rank {r} leaves"),
@@ -188,14 +189,25 @@ def _all_reduce_bounds(
     first = min(t_c)
     for group in groups:
         for mirrored in (False, True):
-            border = _Border(fabric, group, cost, machine, mirrored=mirrored)
+            border = _Border.of(machine, ranks, group, cost, mirrored=mirrored)
             bounds.append(Bound(first + border.nth_us(slices), f"{slices} slices cross the border of a group"))
-    ports = {fabric.ports[fabric.link(a, b)][0] for a in range(ranks) for b in range(ranks) if a != b}
-    rate = sum(fabric.port_GBps[port] for port in ports) * BYTES_PER_US_PER_GBPS
-    latency = min(fabric.latency_us[fabric.link(a, b)] for a in range(ranks) for b in range(ranks) if a != b)
-    total = 2 * (ranks - 1) * slices * cost.slice_bytes
-    bounds.append(Bound(first + latency + total / rate, f"{2 * (ranks - 1) * slices} messages through all ports"))
+    latency_us, ports_GBps = _all_ports(machine, ranks)
+    total = 2 * (ranks - 1) * slices * cost.slice_bytes / (ports_GBps * BYTES_PER_US_PER_GBPS)
+    bounds.append(Bound(first + latency_us + total, f"{2 * (ranks - 1) * slices} messages through all ports"))
     return bounds
+
+
+def _all_ports(machine: Machine, ranks: int) -> tuple[float, float]:
+    """The least latency, and what all ways out can carry together."""
+    network = machine.network
+    if isinstance(network, Uniform):
+        port = network.port_GBps or network.bandwidth_GBps
+        # On half duplex a message takes two of the ports that there are.
+        return network.latency_us, ranks * port / (1 if network.full_duplex else 2)
+    fabric = machine.fabric(ranks)
+    links = [fabric.link(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    ports = {fabric.ports[link][0] for link in links}
+    return min(fabric.latency_us[link] for link in links), sum(fabric.port_GBps[port] for port in ports)
 
 
 def _groups(fabric: Fabric) -> list[frozenset[int]]:

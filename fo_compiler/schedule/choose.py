@@ -30,6 +30,7 @@ from .simulate import RegionCost, simulate
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
 LARGE_GROUP = 16  # ranks; beyond, what is far behind as a rule is not even simulated
+HUGE_GROUP = 128  # ranks
 FAR_BEHIND = 1.5  # times the fastest candidate
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
 
@@ -147,7 +148,9 @@ def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     if kind.is_all_to_all:  # to relay slices only pays where links differ
         return (TWO_LEVEL, "direct") if ranks_per_node(machine, ranks) else ("direct",)
     if ranks_per_node(machine, ranks) is None:
-        return tuple(FAMILIES[kind])
+        # The last part of a direct all-reduce has N - 1 transfers at once on each port: slow to simulate, hardly faster.
+        huge = kind is Kind.ALL_REDUCE and ranks > HUGE_GROUP
+        return tuple(family for family in FAMILIES[kind] if not (huge and family == "direct"))
     # The others know nothing of nodes: in large groups they are far behind, and dear to simulate.
     return (TWO_LEVEL, *FAMILIES[kind]) if ranks <= LARGE_GROUP else (TWO_LEVEL,)
 

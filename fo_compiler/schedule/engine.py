@@ -52,9 +52,10 @@ class _Transfer:
 class _Link:
     """An ordered pair of ranks: what was posted at either end, and the message whose bytes flow."""
 
-    __slots__ = ("active", "last", "queue", "rate", "receives", "remaining", "sends", "version")
+    __slots__ = ("active", "last", "load_bytes", "queue", "rate", "receives", "remaining", "sends", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, load_bytes: float) -> None:
+        self.load_bytes = load_bytes  # of one message: its bytes, and the gap after it as bytes
         self.sends: deque[tuple[int, int, str]] = deque()  # (rank, step, slice)
         self.receives: deque[tuple[int, int]] = deque()  # (rank, step)
         self.queue: deque[_Transfer] = deque()  # both ends posted, bytes not yet flowing
@@ -191,7 +192,8 @@ class Engine:
     def _post(self, rank: int, step: int, link_id: int, sent: str | None) -> None:
         link = self.links.get(link_id)
         if link is None:
-            link = self.links[link_id] = _Link()
+            alone = self.fabric.alone_GBps(link_id) * BYTES_PER_US_PER_GBPS
+            link = self.links[link_id] = _Link(self.size_bytes + self.gap_us * alone)
         steps = self.outstanding[rank]
         steps[step] = steps.get(step, 0) + 1
         if sent is not None:
@@ -230,8 +232,7 @@ class Engine:
 
     def _activate(self, link_id: int, link: _Link, transfer: _Transfer) -> None:
         link.active = transfer
-        alone = self.fabric.alone_GBps(link_id) * BYTES_PER_US_PER_GBPS
-        link.remaining = self.size_bytes + self.gap_us * alone
+        link.remaining = link.load_bytes
         link.rate = 0.0
         link.last = self.now
         self._reprice(link_id)

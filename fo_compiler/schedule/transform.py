@@ -76,8 +76,9 @@ def all_reduce(gather: Program, m: int) -> Program:
             emit(leaving, "gather", part - 1)
     # Nothing is computed any more: what is finished here leaves at once, the rest as soon as it has arrived.
     tail = [action for action in _storing(gather) if not isinstance(action, Compute)]
-    at_once = [a for a in tail if isinstance(a, Post) and a.send is not None and a.send.slice == 0]
-    emit([*at_once, *(a for a in tail if a not in at_once)], "gather", m - 1)
+    at_once = [isinstance(a, Post) and a.send is not None and a.send.slice == 0 for a in tail]
+    emit([a for a, now in zip(tail, at_once, strict=True) if now], "gather", m - 1)
+    emit([a for a, now in zip(tail, at_once, strict=True) if not now], "gather", m - 1)
     return renumbered(out)
 
 
