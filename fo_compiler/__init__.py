@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .errors import FlashOverlapError, OptionError, TransferError
+    from .errors import AgreementError, FlashOverlapError, OptionError, TransferError
     from .explain import explain
     from .options import Options
     from .passes.overlap_pass import FlashOverlapPass
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AgreementError": "errors",
     "FlashOverlapError": "errors",
     "FlashOverlapPass": "passes.overlap_pass",
     "OptionError": "errors",
@@ -31,6 +32,7 @@ _HOMES = {
     "record": "records",
 }
 __all__ = [
+    "AgreementError",
     "FlashOverlapError",
     "FlashOverlapPass",
     "OptionError",

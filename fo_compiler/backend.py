@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from .options import split_options
+from .errors import AgreementError
+from .options import Options, split_options
+from .schedule.presets import find_machine
 from .torch_adapter import (
     as_pass_list,
     compile_with_inductor,
@@ -16,7 +21,10 @@ from .torch_adapter import (
     mode_options,
 )
 
+log = logging.getLogger(__name__)
+
 _POST_PASS = "post_grad_custom_post_pass"
+Compiled = Callable[..., Any]
 
 
 def flashoverlap(
@@ -25,15 +33,48 @@ def flashoverlap(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile a captured graph. `options` may hold ours (`fo_compiler.Options`) and Inductor's; `mode` is Inductor's.
 
-    Raises OptionError for an option that is unknown or has a wrong value.
+    Raises OptionError for an option that is unknown or has a wrong value, MachineError for an unknown machine.
     """
+    ours, inductors = split_options(options, inductor_option_names)
+    if ours.machine is not None:
+        find_machine(ours.machine)
+    patches = {**mode_options(mode), **inductors}
+    if ours.agreement != "plain":
+        return _compile(gm, example_inputs, patches, ours)
+    spare = copy.deepcopy(gm)  # a compile owns its graph
+    return _PlainIfRanksDiffer(
+        _compile(gm, example_inputs, patches, ours),
+        lambda: _compile(spare, example_inputs, patches, replace(ours, rewrite="never", agreement="off")),
+    )
+
+
+def _compile(gm: fx.GraphModule, example_inputs: list[Any], patches: Mapping[str, Any], ours: Options) -> Compiled:
     from .passes.overlap_pass import FlashOverlapPass
 
-    ours, inductors = split_options(options, inductor_option_names)
-    others = as_pass_list(inductors.pop(_POST_PASS)) if _POST_PASS in inductors else configured_post_passes()
+    others = as_pass_list(patches[_POST_PASS]) if _POST_PASS in patches else configured_post_passes()
     others = [other for other in others if not isinstance(other, FlashOverlapPass)]
-    patches = {**mode_options(mode), **inductors, _POST_PASS: FlashOverlapPass(ours, before=tuple(others))}
-    return compile_with_inductor(gm, example_inputs, patches)
+    passes = FlashOverlapPass(ours, before=tuple(others))
+    return compile_with_inductor(gm, example_inputs, {**patches, _POST_PASS: passes})
+
+
+class _PlainIfRanksDiffer:
+    """A compiled graph that turns into its plain self on all ranks, if these decided differently about it."""
+
+    def __init__(self, compiled: Compiled, compile_plain: Callable[[], Compiled]) -> None:
+        self._compiled = compiled
+        self._compile_plain: Callable[[], Compiled] | None = compile_plain
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compile_plain is None:
+            return self._compiled(*args)
+        try:
+            result = self._compiled(*args)
+        except AgreementError as error:
+            log.warning("all ranks use the plain collectives for this graph: %s", error)
+            self._compiled = self._compile_plain()
+            result = self._compiled(*args)
+        self._compile_plain = None
+        return result

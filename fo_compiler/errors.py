@@ -57,5 +57,9 @@ class TransferError(FlashOverlapError, RuntimeError):
     """A transfer between two ranks failed or did not finish in time."""
 
 
+class AgreementError(FlashOverlapError, RuntimeError):
+    """Ranks of a group are about to run different schedules, or do not run the same graph."""
+
+
 class TorchVersionError(FlashOverlapError, ImportError):
     """The installed torch is outside the supported range."""

@@ -13,6 +13,7 @@ from .schedule import FAMILY_NAMES
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rewrite": ("auto", "always", "never"),
     "schedule": ("auto", *FAMILY_NAMES),
+    "agreement": ("error", "plain", "off"),
 }
 
 
@@ -40,6 +41,10 @@ class Options:
 
     max_buffer_mb: float | None = None
     """Largest extra memory of one region's transfers, in MB (1e6 bytes); None: no limit."""
+
+    agreement: str = "error"
+    """When ranks decided differently about a graph that is about to run first: `error` on every rank, `plain`: all use
+    the plain collectives instead (forward graphs of the backend), `off`: not compared."""
 
     dump_dir: str | None = None
     """Directory for the graphs before and after, the drawings and the timelines of every compile; None: no dumps."""

@@ -33,6 +33,10 @@ class Record:
     region: tuple[str, ...]
     """Names of the matmuls that run slice by slice; empty where the collective is left alone."""
     reason: str
+    group: str = ""
+    """Name of the process group."""
+    tensor: str = ""
+    """The tensor that all ranks together hold, as in `float32[4, 128] along dim 1`; empty where there is none."""
 
     def __str__(self) -> str:
         verb = f"rewritten ({self.schedule})" if self.rewritten else "left alone"
@@ -41,9 +45,13 @@ class Record:
 
 @dataclass(frozen=True)
 class GraphRecords:
-    """The records of one graph; `key` is a digest of them, the same wherever they are published from."""
+    """The records of one graph; `key` is a digest of them, the same wherever they are published from.
+
+    `agreement` is the option of that name: what happens when the ranks differ.
+    """
 
     records: tuple[Record, ...]
+    agreement: str = "error"
     key: str = ""
 
     def __post_init__(self) -> None:
@@ -51,7 +59,8 @@ class GraphRecords:
         object.__setattr__(self, "key", digest)
 
     def _json(self) -> str:
-        return json.dumps([asdict(record) for record in self.records], separators=(",", ":"))
+        rows = [asdict(record) for record in self.records]
+        return json.dumps({"agreement": self.agreement, "records": rows}, separators=(",", ":"))
 
     def to_payload(self) -> str:
         """A string that a graph can carry: the key, then the records."""
@@ -59,8 +68,9 @@ class GraphRecords:
 
     @classmethod
     def from_payload(cls, payload: str) -> GraphRecords:
-        rows = json.loads(payload.partition(" ")[2])
-        return cls(tuple(Record(**{**row, "region": tuple(row["region"])}) for row in rows))
+        data = json.loads(payload.partition(" ")[2])
+        records = tuple(Record(**{**row, "region": tuple(row["region"])}) for row in data["records"])
+        return cls(records, data["agreement"])
 
 
 @dataclass(eq=False)  # an open block is told from another one with equal records
@@ -100,7 +110,7 @@ def format_table(records: Sequence[Record], width: int = 150) -> str:
             str(record.group_size),
             record.schedule or "left alone",
             ", ".join(record.region) or "-",
-            record.reason,
+            f"{record.reason} [{record.tensor}]" if record.tensor else record.reason,
         )
         for record in records
     ]
@@ -135,9 +145,14 @@ def publish(graph: GraphRecords) -> None:
         log.debug("%s", record)
 
 
+def payload_key(payload: str) -> str:
+    """The key of the records in a payload, without reading them."""
+    return payload[:16]
+
+
 def publish_payload(payload: str) -> None:
     """Publish the records that a compiled graph carries; does next to nothing when they are known already."""
-    key = payload[:16]
+    key = payload_key(payload)
     if key in _published and all(key in report.graphs for report in _recorders):
         return
     publish(GraphRecords.from_payload(payload))

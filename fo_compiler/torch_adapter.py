@@ -14,6 +14,9 @@ from torch import fx
 from .errors import TorchVersionError
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -32,6 +35,33 @@ def resolve_process_group(group_name: str) -> ProcessGroup:
 
     group: ProcessGroup = c10d._resolve_process_group(cast(Any, group_name))  # type: ignore[attr-defined, unused-ignore]
     return group
+
+
+def group_store(group: ProcessGroup) -> Store | None:
+    """The store of the default process group, which all ranks reach; None for the fake backend, which has no peers."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    if dist.get_backend(group) == "fake":
+        return None
+    store: Store = c10d._get_default_store()  # type: ignore[attr-defined, unused-ignore]
+    return store
+
+
+def prefixed(store: Store, prefix: str) -> Store:
+    """A part of a store, with keys of its own."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined, unused-ignore]
+
+    return PrefixStore(prefix, store)
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long an operation of a group may take (ProcessGroup backend options, 2.11 to 2.14)."""
+    import torch
+
+    backend = group._get_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def group_members() -> dict[str, list[int]]:

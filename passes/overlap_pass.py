@@ -28,7 +28,7 @@ from .order import pin_order
 from .regions import Region
 from .rewrite import rewrite_region
 from .separability import NotSeparable, shape_of, tensor_of
-from .sites import Groups, LeftAlone, Site, is_collective, site_of
+from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 
 _SHORT = {Kind.ALL_GATHER: "ag", Kind.REDUCE_SCATTER: "rs"}
 
@@ -95,7 +95,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
         taken_out[node.name] = rewritten is not None
         if rewritten is not None:
             done.append(rewritten)
-    published = GraphRecords(tuple(records))
+    published = GraphRecords(tuple(records), options.agreement)
     _announce(graph, published)
     verify_graph(graph, outputs_before, taken_out)
     if dump is not None:
@@ -120,31 +120,37 @@ def _handle(
 ) -> tuple[Record, Rewritten | None]:
     """One collective: its record, and the region if it was rewritten."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    name = f"{node.target._opname} ({node.name})"
+    name, group = f"{node.target._opname} ({node.name})", group_name_of(node) or ""
     site = site_of(node, groups)
+
+    def left_alone(reason: str) -> tuple[Record, None]:
+        tensor = _describe(site) if isinstance(site, Site) else ""
+        return Record(which, name, site.ranks, False, None, (), reason, group, tensor), None
+
     if isinstance(site, LeftAlone):
-        return Record(which, name, site.ranks, False, None, (), site.reason), None
+        return left_alone(site.reason)
     if options.rewrite == "never":
-        return Record(which, name, site.ranks, False, None, (), "option rewrite='never'"), None
+        return left_alone("option rewrite='never'")
     try:
         decision = decide(site, options)
     except NotSeparable as refusal:
-        return Record(which, name, site.ranks, False, None, (), f"{refusal} [{_describe(site)}]"), None
+        return left_alone(str(refusal))
     region, schedule = decision.region, decision.schedule
-    reason = f"{decision.reason} [{_describe(site)}]"
     if schedule is None:
-        return Record(which, name, site.ranks, False, None, (), reason), None
+        return left_alone(decision.reason)
     verify(schedule)
     tag = f"{_SHORT[site.kind]}{number}"
     matmuls = tuple(node.name for node in region.matmuls)
+    tensor = _describe(site)
     rewrite_region(graph, region, schedule, tag)
-    record = Record(which, name, site.ranks, True, schedule.describe(), matmuls, reason)
+    described = schedule.describe()
+    record = Record(which, name, site.ranks, True, described, matmuls, decision.reason, group, tensor)
     return record, Rewritten(tag, region, schedule)
 
 
 def _describe(site: Site) -> str:
     dtype = str(tensor_of(site.value).dtype).removeprefix("torch.")
-    return f"{dtype}{list(shape_of(site.value))} along dim {site.dim}, group {site.group_name!r} of {site.ranks}"
+    return f"{dtype}{list(shape_of(site.value))} along dim {site.dim}"
 
 
 def _announce(graph: Graph, published: GraphRecords) -> None:
@@ -158,10 +164,7 @@ def _announce(graph: Graph, published: GraphRecords) -> None:
     with graph.inserting_before(first):
         node = graph.create_node("call_function", ops.announce, (anchor, published.to_payload()), name="fo_records")
     node.meta["val"] = torch.ops.aten.alias.default(anchor.meta["val"])
-    readers = [
-        first,
-        *(first.users if first.target is ops.exchange else ()),
-    ]  # a wait names what was sent, too
+    readers = [first, *(first.users if first.target is ops.exchange else ())]  # a wait names what was sent, too
     for reader in readers:
         reader.replace_input_with(anchor, node)
 

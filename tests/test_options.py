@@ -101,7 +101,7 @@ def test_the_environment_gives_defaults_and_an_explicit_option_wins(monkeypatch:
     monkeypatch.setenv("FO_SCHEDULE", "direct")
     monkeypatch.setenv("FO_SLICES_PER_RANK", "3")
     monkeypatch.setenv("FO_DUMP_DIR", "somewhere")
-    assert Options.create() == Options("never", "direct", 3, "somewhere")
+    assert Options.create() == Options("never", "direct", 3, dump_dir="somewhere")
     assert Options.create({"rewrite": "always", "slices_per_rank": None}) == Options(
         "always", "direct", None, "somewhere"
     )

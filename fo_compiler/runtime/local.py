@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .agreement import Agreements, compare
 from .transport import Transfer, use_transport
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class LocalWorld:
         self.failure: BaseException | None = None
         self.sent: dict[tuple[Any, ...], list[_Message]] = defaultdict(list)
         self.receives: dict[tuple[Any, ...], int] = defaultdict(int)
+        self.boards: dict[tuple[Any, ...], _LocalBoard] = defaultdict(lambda: _LocalBoard(self.changed))
         self.meetings: dict[tuple[Any, ...], dict[int, Any]] = defaultdict(dict)
 
     def transport(self, rank: int) -> LocalTransport:
@@ -81,6 +83,39 @@ class LocalWorld:
             raise RuntimeError(f"{what}: another rank failed: {self.failure}")
 
 
+class _LocalBoard:
+    """The keys that the ranks of one group share, as in a torch.distributed.Store."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.changed = changed
+        self.values: dict[str, str] = {}
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self.changed:
+            if self.values.get(key, "") == expected:
+                self.set(key, desired)
+            return self.values[key].encode()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            return self.values[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            total = int(self.values.get(key, "0")) + amount
+            self.set(key, str(total))
+            return total
+
+    def check(self, keys: list[str]) -> bool:
+        with self.changed:
+            return all(key in self.values for key in keys)
+
+
 @dataclass
 class LocalTransport:
     """One rank's end of a LocalWorld."""
@@ -89,11 +124,23 @@ class LocalTransport:
     global_rank: int
 
     def __post_init__(self) -> None:
+        self.agreements = Agreements()
         self._meetings: dict[str, int] = defaultdict(int)
 
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         members = self.world.members(group_name, self.global_rank)
         return members.index(self.global_rank), len(members)
+
+    def agree(self, group_name: str, decisions: list[list[str]]) -> None:
+        rank, size = self.rank_and_size(group_name)
+        members = tuple(self.world.members(group_name, self.global_rank))
+        board = self.world.boards[group_name, members]
+
+        def wait(key: str) -> bool:
+            with self.world.changed:
+                return self.world.changed.wait_for(lambda: board.check([key]), self.world.timeout_s)
+
+        compare(board, self.agreements.next_number(group_name), rank, size, decisions, wait)
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         world = self.world

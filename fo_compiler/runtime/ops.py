@@ -2,7 +2,7 @@
 
     recv = fo_compiler::exchange(send, dst, src, group, label)   post a send and a receive together; returns at once
     data = fo_compiler::wait(recv, send)                         wait for both; `data` is `recv`, now filled
-    same = fo_compiler::announce(tensor, records)                publish the records of this graph, the first time
+    same = fo_compiler::announce(tensor, records)                the first time: publish the records, compare ranks
 
 `wait` takes the sent tensor too: it stays a live value of the graph until the transfer is done, so that no compiler
 reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on the wait,
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import TransferError
-from ..records import publish_payload
+from ..records import GraphRecords, payload_key, publish_payload
+from .agreement import decisions, groups_of
 from .transport import Transfer, current_transport
 
 _LIBRARY = torch.library.Library("fo_compiler", "DEF")
@@ -83,6 +84,12 @@ def _exchange_fake(send: Tensor, dst: int, src: int, group_name: str, label: str
 
 def _announce(anchor: Tensor, records: str) -> Tensor:
     publish_payload(records)
+    transport = current_transport()
+    if transport.agreements.is_new(payload_key(records)):
+        graph = GraphRecords.from_payload(records)
+        if graph.agreement != "off":
+            for group_name, of_group in groups_of(graph).items():
+                transport.agree(group_name, decisions(of_group))
     return _alias(anchor)
 
 

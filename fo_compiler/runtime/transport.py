@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_adapter import resolve_process_group
+from ..torch_adapter import group_store, group_timeout, prefixed, resolve_process_group
+from .agreement import Agreements, compare
 
 # Messages of ours carry this tag, so that they never meet a user's own send or receive (NCCL has no tags).
 MESSAGE_TAG = 0xF0
@@ -29,6 +30,11 @@ class Transfer(Protocol):
 
 class Transport(Protocol):
     """Moves contiguous tensors between the ranks of a group. Peers are ranks of the group."""
+
+    agreements: Agreements
+
+    def agree(self, group_name: str, decisions: list[list[str]]) -> None:
+        """Compare decisions about a graph with the other ranks; raises AgreementError on all of them if they differ."""
 
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         """This rank's number in the group, and the number of ranks in it."""
@@ -50,6 +56,27 @@ class _C10dTransfer:
 
 class C10dTransport:
     """Point-to-point transfers of the process group's own backend."""
+
+    def __init__(self) -> None:
+        self.agreements = Agreements()
+
+    def agree(self, group_name: str, decisions: list[list[str]]) -> None:
+        group = resolve_process_group(group_name)
+        number = self.agreements.next_number(group_name)
+        store = group_store(group)
+        if store is None:
+            return  # the fake backend: there are no other ranks
+        board = prefixed(store, f"fo_compiler/{group_name}")
+        timeout = group_timeout(group)
+
+        def wait(key: str) -> bool:
+            try:
+                board.wait([key], timeout)
+            except dist.DistStoreError:
+                return False
+            return True
+
+        compare(board, number, group.rank(), group.size(), decisions, wait)
 
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         group = resolve_process_group(group_name)

@@ -19,9 +19,7 @@ def swap(transport: Transport, value: Tensor, group: str = "0") -> Tensor:
 
 
 def test_each_rank_gets_what_the_one_before_it_sent() -> None:
-    results = LocalWorld(3).run(
-        lambda rank: swap(current_transport(), torch.full((2,), float(rank))).tolist()
-    )
+    results = LocalWorld(3).run(lambda rank: swap(current_transport(), torch.full((2,), float(rank))).tolist())
     assert results == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
 
 
@@ -41,8 +39,7 @@ def test_groups_with_different_names_do_not_meet() -> None:
         received = {name: torch.zeros(1, dtype=torch.int64) for name in "ab"}
         order = "ab" if rank == 0 else "ba"  # posted in different orders
         transfers = {
-            name: transport.post(name, (torch.tensor([ord(name)]), peer), (received[name], peer))
-            for name in order
+            name: transport.post(name, (torch.tensor([ord(name)]), peer), (received[name], peer)) for name in order
         }
         for name in "ab":
             transfers[name].wait()

@@ -31,9 +31,7 @@ class Loopback:
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         return 0, 2
 
-    def post(
-        self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None
-    ) -> Transfer:
+    def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         self.posted.append((send, recv))
         if send is not None and recv is not None:
             recv[0].copy_(send[0])
@@ -210,9 +208,7 @@ def test_a_sent_tensor_that_had_to_be_copied_lives_until_the_transfer_is_done() 
     class Watching(Loopback):
         """Holds what is sent for as long as the transfer runs, as C10dTransport does."""
 
-        def post(
-            self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None
-        ) -> Transfer:
+        def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
             assert send is not None
             seen.append(weakref.ref(send[0]))
             from fo_compiler.runtime.transport import _C10dTransfer
@@ -246,12 +242,8 @@ def test_a_ring_of_exchanges_gathers_on_every_rank() -> None:
         held = torch.tensor([float(rank)])
         found = [rank]
         for step in range(ranks - 1):
-            held = ops.wait(
-                ops.exchange(held, (rank + 1) % ranks, (rank - 1) % ranks, "0", f"step {step}"), held
-            )
+            held = ops.wait(ops.exchange(held, (rank + 1) % ranks, (rank - 1) % ranks, "0", f"step {step}"), held)
             found.append(int(held.item()))
         return found
 
-    assert LocalWorld(ranks).run(program) == [
-        [(rank - i) % ranks for i in range(ranks)] for rank in range(ranks)
-    ]
+    assert LocalWorld(ranks).run(program) == [[(rank - i) % ranks for i in range(ranks)] for rank in range(ranks)]

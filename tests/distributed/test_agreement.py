@@ -1,0 +1,35 @@
+"""Ranks that decided differently end in an error that names them, on every rank, within the group's time-out."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import agreement_checks as checks
+from .harness import World
+
+
+@pytest.fixture
+def two(tmp_path):
+    world = World(2, str(tmp_path))
+    yield world
+    world.close()
+
+
+def test_another_option_on_one_rank_is_an_error_on_both(two: World) -> None:
+    for outcome in two.run(checks.other_option_on_rank_1, "error"):
+        assert outcome.startswith("AgreementError")
+        for part in ("all_gather_into_tensor", "ring", "direct x2", "rank 1" if "rank 1" in outcome else "rank 0"):
+            assert part in outcome
+
+
+def test_another_option_on_one_rank_makes_both_plain_where_asked(two: World) -> None:
+    assert two.run(checks.other_option_on_rank_1, "plain") == ["ok (8, 5)"] * 2
+
+
+@pytest.mark.slow
+def test_another_length_on_one_rank_ends_both_within_the_time_out(two: World) -> None:
+    first, second = two.run(checks.other_length_on_rank_1_at_step_3, timeout_s=100)
+    assert first.startswith("step 3: TransferError")
+    assert "region" in first
+    assert second.startswith("step 3: AgreementError")
+    assert "ranks [0] of the group did not come" in second
