@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .explain import explain
     from .options import Options
     from .passes.overlap_pass import FlashOverlapPass
+    from .passes.rules import register_rule
     from .records import Record, Report, record
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _HOMES = {
     "TransferError": "errors",
     "explain": "explain",
     "record": "records",
+    "register_rule": "passes.rules",
 }
 __all__ = [
     "AgreementError",
@@ -42,6 +44,7 @@ __all__ = [
     "TransferError",
     "explain",
     "record",
+    "register_rule",
 ]
 
 

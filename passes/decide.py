@@ -22,6 +22,7 @@ from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
 from .regions import Region, plan_region
+from .rules import tensor_operands
 from .separability import shape_of, tensor_of
 from .sites import Site
 
@@ -140,8 +141,8 @@ def _choose(
 
 def product_of(region: Region, node: Node) -> Product:
     """The sizes of a matmul of a region, and which of them is cut."""
-    a = node.args[0] if len(node.args) < 3 or node.target is torch.ops.aten.linear.default else node.args[1]
-    assert isinstance(a, Node)
+    # The last two tensors are the factors (a bias comes first), but for linear, where it comes last.
+    a = tensor_operands(node)[0 if node.target is torch.ops.aten.linear.default else -2]
     shape = shape_of(node)
     sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": shape_of(a)[-1], "n": shape[-1]}
     batch = prod(shape[:-2])

@@ -27,6 +27,7 @@ from .graph_verifier import signature, verify_graph
 from .order import pin_order
 from .regions import Region
 from .rewrite import rewrite_region
+from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 
@@ -68,6 +69,7 @@ class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
             *(machine_of(self.options, device).digest() for device in ("cpu", "cuda")),
             repr(sorted(group_members().items())),
             repr(_global_rank()),
+            repr(sorted(registered.items())),
             *(repr(uuid()) for other in self.before if (uuid := getattr(other, "uuid", None))),
         ]
         if self.options.dump_dir is not None:

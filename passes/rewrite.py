@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from ..runtime import ops
 from ..schedule import Add, Compute, Post, Schedule, Stream, Wait
 from .regions import Region
-from .rules import ADD_PRODUCT, RESHAPES, SHAPE_ARGUMENT, aten, prims
+from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims
 from .separability import Cut, local_shape, shape_of, strides_that_matter, tensor_of
 
 
@@ -152,7 +152,7 @@ class _Writer:
             assert split.output is not None
             shape = local_shape(shape_of(node), split.output, self.region.slices)
             args = (args[0], shape, *args[2:])
-        pinned = node.target in ADD_PRODUCT or node.target is aten.linear.default
+        pinned = node.target in MATMULS
         if total is not None and node.target in ADD_PRODUCT:
             target, args = ADD_PRODUCT[node.target], (total, *args[-2:])
             kwargs = {key: value for key, value in kwargs.items() if key == "alpha"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -304,15 +305,37 @@ VIEWS: frozenset[Any] = frozenset(
 )
 
 # What makes a region worth having, and how the partial sums of slices are added up where its K dim is cut.
-MATMULS: frozenset[Any] = frozenset(
-    {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
-)
+MATMULS: set[Any] = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
 ADD_PRODUCT: dict[Any, Any] = {
     aten.mm.default: aten.addmm.default,
     aten.addmm.default: aten.addmm.default,
     aten.bmm.default: aten.baddbmm.default,
     aten.baddbmm.default: aten.baddbmm.default,
 }
+
+
+# Rows that users added, by op name: part of the compile cache's key.
+registered: dict[str, str] = {}
+
+
+def register_rule(op: Any, spec: str, is_matmul: bool = False) -> None:
+    """Add a row for an op of your own: its tensor inputs and output in einsum terms, as `"mk,kn->mn"`.
+
+    Along an axis of the output the op has to be computable slice by slice; axes that only inputs have are needed whole.
+    With `is_matmul` a region may be built around it, as around a matmul. Raises ValueError for a spec that is none, or an
+    op that has a row already.
+    """
+    op = getattr(op, "default", op)
+    inputs, arrow, output = spec.replace(" ", "").partition("->")
+    if not arrow or not all(part.isalpha() for part in (*inputs.split(","), output)):
+        raise ValueError(f"expected axes as in 'mk,kn->mn', got {spec!r}")
+    if op in RULES:
+        raise ValueError(f"{op} has a separability rule already")
+    product = einsum(f"{inputs}->{output}")
+    RULES[op] = AxesRule(lambda node: replace(product(node), sums=False))
+    registered[str(op)] = f"{spec} {is_matmul}"
+    if is_matmul:
+        MATMULS.add(op)
 
 
 def rule_of(node: Node) -> Rule:

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from fo_compiler.passes.rules import RESHAPES, RULES, SHAPE_ARGUMENT, rule_of
+import fo_compiler
+from fo_compiler.options import Options
+from fo_compiler.passes.overlap_pass import FlashOverlapPass
+from fo_compiler.passes.rules import MATMULS, RESHAPES, RULES, SHAPE_ARGUMENT, registered, rule_of
 from fo_compiler.passes.separability import Cut, NotSeparable, Split, local_shape, shape_of
-from tests.graphs import capture
-from tests.passes.helpers import aten, tensors
+from fo_compiler.testing import assert_equivalent
+from tests.graphs import all_gather, capture
+from tests.passes.helpers import aten, on_each_rank, tensors
 from tests.passes.test_separability import cut_slices
 from tests.programs import Program
 
@@ -186,3 +190,35 @@ def test_a_dim_along_which_elements_meet_is_not_cut(function, shapes, cut) -> No
     (node, *_) = source.users
     with pytest.raises(NotSeparable):
         rule_of(node).from_inputs(node, {source: cut}, N)
+
+
+@pytest.fixture
+def own_op():
+    library = torch.library.Library("fo_test", "FRAGMENT")
+    library.define("scaled_mm(Tensor a, Tensor b, float scale) -> Tensor")
+    library.impl("scaled_mm", lambda a, b, scale: (a @ b) * scale, "CompositeExplicitAutograd")
+    yield torch.ops.fo_test.scaled_mm.default
+    RULES.pop(torch.ops.fo_test.scaled_mm.default, None)
+    MATMULS.discard(torch.ops.fo_test.scaled_mm.default)
+    registered.clear()
+    library._destroy()
+
+
+def test_a_user_can_add_a_row_for_an_op_of_their_own(own_op) -> None:
+    before = FlashOverlapPass(Options()).uuid()
+    fo_compiler.register_rule(own_op, "mk,kn->mn", is_matmul=True)
+    inputs = on_each_rank(2, (4, 6), (6, 5))
+    gm = capture(lambda x, w: own_op(all_gather(x, 0, 2), w, 0.5), inputs[0])
+    assert assert_equivalent(gm, inputs).records[0].region == ("scaled_mm",)
+    assert FlashOverlapPass(Options()).uuid() != before, "another compile cache key"
+
+
+@pytest.mark.parametrize("spec", ["mk,kn", "m k -> ", "mk,k1->m1"])
+def test_a_row_that_is_no_einsum_is_refused(own_op, spec: str) -> None:
+    with pytest.raises(ValueError, match="expected axes"):
+        fo_compiler.register_rule(own_op, spec)
+
+
+def test_a_row_is_not_replaced() -> None:
+    with pytest.raises(ValueError, match="already"):
+        fo_compiler.register_rule(aten.mm, "mk,kn->mn")
