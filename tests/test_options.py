@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_each_schedule_family_may_be_forced(family: str) -> None:
         ("slices_per_rank", True, "whole number of at least 1"),
         ("slices_per_rank", "2", "whole number of at least 1"),
         ("dump_dir", 3, "a path"),
+        ("machine", 3, "a preset"),
+        ("margin", 1, "a number from 0 to 1"),
+        ("margin", -0.1, "a number from 0 to 1"),
+        ("margin", float("nan"), "a number from 0 to 1"),
+        ("margin", "0.1", "a number from 0 to 1"),
+        ("max_buffer_mb", -1, "at least 0"),
+        ("max_buffer_mb", float("nan"), "at least 0"),
+        ("max_buffer_mb", True, "at least 0"),
+        ("agreement", "perhaps", "'error', 'plain', 'off'"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_was_expected(name: str, value: object, expected: str) -> None:
@@ -100,10 +110,12 @@ def test_the_environment_gives_defaults_and_an_explicit_option_wins(monkeypatch:
     monkeypatch.setenv("FO_REWRITE", "never")
     monkeypatch.setenv("FO_SCHEDULE", "direct")
     monkeypatch.setenv("FO_SLICES_PER_RANK", "3")
+    monkeypatch.setenv("FO_MARGIN", "0.5")
     monkeypatch.setenv("FO_DUMP_DIR", "somewhere")
-    assert Options.create() == Options("never", "direct", 3, dump_dir="somewhere")
-    assert Options.create({"rewrite": "always", "slices_per_rank": None}) == Options(
-        "always", "direct", None, "somewhere"
+    given = Options(rewrite="never", schedule="direct", slices_per_rank=3, margin=0.5, dump_dir="somewhere")
+    assert Options.create() == given
+    assert Options.create({"rewrite": "always", "slices_per_rank": None}) == replace(
+        given, rewrite="always", slices_per_rank=None
     )
 
 
@@ -119,6 +131,9 @@ def test_an_empty_environment_variable_counts_as_unset(monkeypatch: pytest.Monke
         ("FO_SCHEDULE", "RING"),
         ("FO_SLICES_PER_RANK", "two"),
         ("FO_SLICES_PER_RANK", "0"),
+        ("FO_MARGIN", "5%"),
+        ("FO_MAX_BUFFER_MB", "1GB"),
+        ("FO_AGREEMENT", "none"),
     ],
 )
 def test_a_wrong_environment_variable_is_named_in_the_error(
