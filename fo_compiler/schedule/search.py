@@ -2,9 +2,9 @@
 
 The families are blind to which link is slow. Here a gather is built transfer by transfer on a plan of the whole group: the
 rank that will first run out of slices to compute is served next, with the slice and from the holder that reach it first. A
-plan becomes programs by sorting what each rank does by planned time, so nothing can wait in a circle: either loosely, each
-transfer posted when it may start, or strictly, one after the other at each port. What a plan is worth is what the simulator
-says of its programs.
+plan becomes programs by sorting what each rank does by planned time, so nothing can wait in a circle. A rank that computes
+cannot post: what should start meanwhile is posted before or after, in three ways (`Posting`). What a plan is worth is what
+the simulator says of its programs.
 
 The search then shakes the plan: it weighs ranks and links anew, at random but from a fixed seed, and keeps what is faster. In
 small groups it tries the rings in every order of the ranks too, in larger ones a ring along fast links.
@@ -20,6 +20,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 
 from .bound import lower_bound
@@ -48,6 +49,14 @@ class _Transfer:
     destination: int
     start_us: float
     arrival_us: float
+
+
+class Posting(Enum):
+    """When a planned transfer is posted."""
+
+    RECEIVES_EARLY = "a receive before the compute in which it is planned to start, a send after it"
+    EARLY = "both ends before that compute, where the slice is there"
+    STRICT = "when the transfer before it at the same end is done"
 
 
 @dataclass
@@ -92,8 +101,8 @@ def _proposals(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCos
     rng = random.Random(0)
     weights = _Weights([1.0] * ranks, [1.0] * ranks**2)
     for round_ in range(min(max(ROUNDS[0], EFFORT // work), ROUNDS[1])):
-        for strict in (False, True):
-            yield _from_gather(kind, planner.programs(weights, strict=strict), ranks, m)
+        for posting in Posting:
+            yield _from_gather(kind, planner.programs(weights, posting), ranks, m)
         spread = (0.1, 0.3, 1.0)[round_ % 3]
         weights = _Weights(
             [rng.uniform(1 - spread / 2, 1 + spread / 2) for _ in range(ranks)],
@@ -122,10 +131,9 @@ class _Planner:
         self.fabric, self.ranks, self.m, self.t_c, self.size_us = fabric, ranks, m, t_c, size_us
         self.exchange = exchange
 
-    def programs(self, weights: _Weights, *, strict: bool) -> list[Program]:
-        """The programs of all ranks. With `strict` a transfer is posted when the one before it at the port is done."""
+    def programs(self, weights: _Weights, posting: Posting) -> list[Program]:
         transfers, computes = self._plan(weights)
-        return [self._program(rank, transfers, computes[rank], strict) for rank in range(self.ranks)]
+        return [self._program(rank, transfers, computes[rank], posting) for rank in range(self.ranks)]
 
     def _plan(self, weights: _Weights) -> tuple[list[_Transfer], list[list[tuple[float, int]]]]:
         """All transfers, and for each rank when it computes which slice. A slice is `owner * m + part`."""
@@ -174,13 +182,14 @@ class _Planner:
         return transfers, computes
 
     def _program(
-        self, rank: int, transfers: list[_Transfer], computes: list[tuple[float, int]], strict: bool
+        self, rank: int, transfers: list[_Transfer], computes: list[tuple[float, int]], posting: Posting
     ) -> Program:
         """What `rank` does, by planned time. A wait comes right before the first use of what it brings."""
         arrives_by: dict[int, int] = {}  # slice -> number of its transfer
         before: dict[int, int] = {}  # transfer -> the one before it at the same end
         last: dict[bool, int] = {}
         steps_on: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by link
+        arrived = {t.slice: t.arrival_us for t in transfers if t.destination == rank}
         # (planned time, posts before computes, number of the transfer, action)
         events: list[tuple[float, int, int, Action]] = []
         for number, transfer in enumerate(transfers):
@@ -197,7 +206,9 @@ class _Planner:
                 before[number] = last[sends]
             last[sends] = number
             steps_on[transfer.source, transfer.destination].append(number)
-            events.append((transfer.start_us, 0, number, post))
+            events.append(
+                (self._post_at(rank, transfer, arrived.get(transfer.slice, 0.0), computes, posting), 0, number, post)
+            )
         events += [(begin, 1, 0, Compute(self._name(slice_, rank))) for begin, slice_ in computes]
         program: list[Action] = []
         waited: set[int] = set()
@@ -219,7 +230,7 @@ class _Planner:
                 case Post(number, send, _):
                     if send is not None:
                         wait(arrives_by.get(send.slice))
-                    if strict:
+                    if posting is Posting.STRICT:
                         wait(before.get(number))
                 case _:
                     pass
@@ -228,6 +239,15 @@ class _Planner:
             if isinstance(action, Post):
                 wait(number)
         return renumbered(program)
+
+    def _post_at(
+        self, rank: int, transfer: _Transfer, held_us: float, computes: list[tuple[float, int]], posting: Posting
+    ) -> float:
+        """When an end posts a transfer. While a slice is computed nothing can be posted: so before it, where that may be."""
+        if posting is Posting.STRICT or (posting is Posting.RECEIVES_EARLY and transfer.source == rank):
+            return transfer.start_us
+        before = max((begin for begin, _ in computes if begin <= transfer.start_us), default=0.0)
+        return before if transfer.destination == rank else max(before, min(held_us, transfer.start_us))
 
     def _name(self, slice_: int, destination: int) -> int:
         if not self.exchange:

@@ -158,8 +158,8 @@ def test_what_is_found_by_search_is_near_the_optimum() -> None:
             continue
         schedule = search(Kind.ALL_GATHER, instance.machine(), instance.ranks, instance.m, instance.cost)
         ratios.append(simulate(schedule, instance.machine(), instance.cost).makespan_us / best)
-    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= len(ratios) // 2
-    assert sum(ratios) / len(ratios) < 1.05
+    assert sum(ratio <= 1 + 1e-9 for ratio in ratios) >= 0.7 * len(ratios)
+    assert sum(ratios) / len(ratios) < 1.02
 
 
 @given(st.sampled_from([Kind.ALL_GATHER, Kind.REDUCE_SCATTER]), st.integers(2, 9), st.integers(1, 4), st.data())
