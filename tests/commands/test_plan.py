@@ -44,6 +44,9 @@ def test_the_text_shows_timeline_times_and_why(capsys: pytest.CaptureFixture[str
     assert "optimal: it meets the lower bound of 78.5 ms" in text
     for rank in range(4):
         assert f"rank {rank} of 4" in text
+    assert "closed form: Max(N*m*t_c, " in text
+    assert "with N = 4, m = 1, t_b = 14600, t_c = 19625: 78.5000 ms" in text
+    assert "(N m - 1) t_c, overheads aside: holds" in text
     assert plan(capsys, *TABLE_1, "--rank", "2").count(" of 4: ") == 1
 
 
@@ -55,6 +58,14 @@ def test_every_kind_by_shape_in_under_a_second(kind: str, machine: str, capsys: 
     figures = json.loads(plan(capsys, "--kind", kind, "--ranks", "8", *shape, "--json"))
     assert time.process_time() - start < 1.0
     assert 0 < figures["predicted_ms"] <= figures["serial_ms"]
+
+
+def test_the_formula_with_contention_is_that_of_the_chosen_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--m", "8192", "--k", "4096", "--n", "8192", "--machine", "h100-nvlink", "--slices-per-rank", "1"]
+    arguments = ["--kind", "reduce_scatter", "--ranks", "8", *shape]
+    figures = json.loads(plan(capsys, *arguments, "--json"))
+    formula = next(line for line in plan(capsys, *arguments).splitlines() if " with N = 8" in line)
+    assert formula.endswith(f": {figures['predicted_ms']:.4f} ms")
 
 
 def test_a_machine_file_does_as_well_as_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

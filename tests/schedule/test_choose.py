@@ -107,7 +107,7 @@ def test_a_choice_is_sound(kind: Kind, ranks: int, compute_us: float, transfer_u
     assert choice.best is not None
     verify(choice.best.schedule)
     for candidate in choice.candidates:
-        assert candidate.predicted_us >= choice.best.predicted_us
+        assert candidate.predicted_us >= choice.best.predicted_us * (1 - 2e-6)
         assert candidate.predicted_us >= candidate.certificate.bound.us * (1 - 1e-9)
     assert choice.bound.us <= choice.predicted_us * (1 + 1e-9)
 

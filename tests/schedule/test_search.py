@@ -40,13 +40,13 @@ def test_a_slow_link_is_gone_round(kind: Kind, ranks: int) -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_no_family_beats_the_choice(kind: Kind) -> None:
     for machine in (one_slow_link(4), one_slow_rank(4)):
-        choice = choose(kind, machine, 4, Region(lambda m: 10.0 / m, 8e3), slices_per_rank=(1, 2))
+        choice = choose(kind, machine, 4, Region(lambda m: 10.0 / m, 8e3, add_us=lambda m: 0.0), slices_per_rank=(1, 2))
         assert choice.best is not None
         for family in FAMILIES[kind]:
             for m in (1, 2):
                 cost = RegionCost(10.0 / m, 8e3 / m)
                 us = simulate(build(kind, family, 4, m), machine, cost).makespan_us
-                assert choice.best.predicted_us <= us * (1 + 1e-9)
+                assert choice.best.predicted_us <= us * (1 + 2e-6)
 
 
 @settings(max_examples=12, deadline=None)
