@@ -65,6 +65,7 @@ def decide(site: Site, options: Options) -> Decision:
     Raises NotSeparable, with the reasons, where no matmul can be computed slice by slice.
     """
     region = plan_region(site, options.slices_per_rank or 1)
+    site = region.site  # with the dim that it is cut along
     shard = shape_of(site.value)[site.dim] // site.ranks
     wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
     numbers = tuple(m for m in wanted if shard % m == 0)
@@ -86,7 +87,7 @@ def families(site: Site, options: Options) -> tuple[str, ...]:
     """The schedule families that are allowed for a site."""
     if options.schedule != "auto":
         return (options.schedule,)
-    if site.kind is Kind.REDUCE_SCATTER and tensor_of(site.value).dtype in (torch.float16, torch.bfloat16):
+    if site.kind.reduces and tensor_of(site.value).dtype in (torch.float16, torch.bfloat16):
         # All partial sums meet in float32 and are rounded once; every other family rounds at each hop.
         return ("direct",)
     return tuple(FAMILIES[site.kind])

@@ -31,7 +31,7 @@ from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 
-_SHORT = {Kind.ALL_GATHER: "ag", Kind.REDUCE_SCATTER: "rs"}
+_SHORT = {Kind.ALL_GATHER: "ag", Kind.REDUCE_SCATTER: "rs", Kind.ALL_REDUCE: "ar"}
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ def _handle(
     verify(schedule)
     tag = f"{_SHORT[site.kind]}{number}"
     matmuls = tuple(node.name for node in region.matmuls)
+    site = region.site
     tensor = _describe(site)
     rewrite_region(graph, region, schedule, tag)
     described = schedule.describe()

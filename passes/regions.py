@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import getitem
 
 import torch
@@ -89,8 +89,9 @@ def plan_region(site: Site, slices_per_rank: int) -> Region:
     Raises NotSeparable, with the reasons met on the way, if no matmul can be reached.
     """
     reasons: list[str] = []
-    for m in _divisors(site, slices_per_rank):
-        region = Region(site, m)
+    sites = [replace(site, dim=dim) for dim in (site.dim, *site.dims)]
+    for along, m in [(candidate, m) for candidate in sites for m in _divisors(candidate, slices_per_rank)]:
+        region = Region(along, m)
         try:
             (_grow_downstream if region.is_gather else _grow_upstream)(region)
             if region.matmuls:

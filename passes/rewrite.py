@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Graph, Node
 
 from ..runtime import ops
-from ..schedule import Add, Compute, Post, Schedule, Stream, Wait
+from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
 from .regions import Region
 from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims
 from .separability import Cut, local_shape, shape_of, strides_that_matter, tensor_of
@@ -75,9 +75,9 @@ class _Writer:
         self.pieces: dict[Node, dict[int, Node]] = {node: {} for node in region.read_outside()[0]}  # by slice
         self.totals: dict[Node, Node] = {}  # outputs that are sums over slices, so far
         self.arrived: dict[int, Node] = {}  # gather: slices at hand
-        self.sums: dict[int, Node] = {}  # scatter: running sums
+        self.sums: dict[int, Node] = {}  # scatter and reduce: running sums
         self.transfers: dict[int, tuple[Node, Node, Post]] = {}  # step -> receive buffer, what was sent, its post
-        self.received: dict[int, Node] = {}  # scatter: step -> awaited partial sum
+        self.received: dict[int, Node] = {}  # step -> awaited partial, or finished, sum
         self.outside: dict[tuple[Node, Cut, int], Node] = {}  # slices of tensors from outside the region
 
     # --- the program ------------------------------------------------------------------------------------------------
@@ -97,10 +97,12 @@ class _Writer:
                     self._wait(step)
                 case Add(slice_, step):
                     self._accumulate(slice_, self.received.pop(step))
+                case Store(slice_, step):
+                    self.sums[slice_] = self.received.pop(step)
         results = {node: self._join(node) for node in self.pieces if node not in self._summed}
         results.update(self.totals)
         if not self.region.is_gather:
-            results[self.site.wait] = self._scattered_result()
+            results[self.site.wait] = self._summed_result()
         return results
 
     @property
@@ -241,10 +243,12 @@ class _Writer:
             return node
         return self._emit("cast", prims.convert_element_type.default, (node, dtype), slice_)
 
-    def _scattered_result(self) -> Node:
+    def _summed_result(self) -> Node:
+        """This rank's part of the sum, or all of it."""
         site = self.site
         parts = []
-        for slice_ in self.schedule.owned_by(site.rank):
+        everything = site.kind is Kind.ALL_REDUCE
+        for slice_ in range(self.region.slices) if everything else self.schedule.owned_by(site.rank):
             total = self.sums[slice_]
             if site.averages:
                 total = self._emit("mean", aten.div.Tensor, (total, site.ranks), slice_)

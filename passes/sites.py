@@ -29,6 +29,7 @@ WAIT = c10d.wait_tensor.default
 _KINDS: dict[object, Kind] = {
     c10d.all_gather_into_tensor.default: Kind.ALL_GATHER,
     c10d.reduce_scatter_tensor.default: Kind.REDUCE_SCATTER,
+    c10d.all_reduce.default: Kind.ALL_REDUCE,
 }
 _COPIES = (aten.clone.default, aten.alias.default, aten.copy.default)
 
@@ -41,11 +42,11 @@ class Groups(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """One all-gather or reduce-scatter.
+    """One all-gather, reduce-scatter or all-reduce.
 
-    `value` is the tensor that all ranks together hold along `dim`: the gathered tensor, or the one to be summed and
-    scattered. `shard` is this rank's part of it: what is sent, or what comes out. `glue` are the nodes between the
-    collective and `value`.
+    `value` is the tensor that all ranks together hold along `dim`: the gathered tensor, or the one to be summed. `shard`
+    is this rank's part of it: what is sent, or what comes out (of an all-reduce, all of it). `glue` are the nodes between
+    the collective and `value`. An all-reduce may be cut along any dim: `dims` are the others to try.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class Site:
     shard: Node
     glue: tuple[Node, ...]
     averages: bool = False
+    dims: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
     rank, ranks = groups.rank_and_size(group_name)
     kind = _KINDS.get(node.target)
     if kind is None:
-        return LeftAlone(node, f"{node.target} is not a kind that is sliced (all-gather and reduce-scatter are)", ranks)
+        kinds = ", ".join(kind.value for kind in _KINDS.values())
+        return LeftAlone(node, f"{node.target} is not a kind that is sliced: {kinds} are", ranks)
     if ranks == 1:
         return LeftAlone(node, "the group has one rank: nothing is transferred", ranks)
     waits = list(node.users)
@@ -115,6 +118,13 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
         reduce_op = node.args[1]
         if reduce_op not in ("sum", "avg"):
             return LeftAlone(node, f"its reduce op is {reduce_op!r}: partial results are only summed", ranks)
+        if kind is Kind.ALL_REDUCE:
+            dims = [d for d, size in enumerate(shape_of(source)) if size and size % ranks == 0]
+            if not dims:
+                return LeftAlone(node, f"no dim of {list(shape_of(source))} divides by the {ranks} ranks", ranks)
+            first, *rest = dims
+            averages = reduce_op == "avg"
+            return Site(kind, node, wait, group_name, rank, ranks, source, first, wait, (), averages, tuple(rest))
         value, dim, glue = _scattered(source, ranks)
         return Site(kind, node, wait, group_name, rank, ranks, value, dim, wait, glue, reduce_op == "avg")
     except NotSeparable as reason:

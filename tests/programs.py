@@ -302,9 +302,13 @@ def gather_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torc
     return p.finish([*outputs, *p.leaves])
 
 
+def all_reduce(p: Program, x: fx.Node, op: str = "sum", group: str = "0") -> fx.Node:
+    return p.call(c10d.wait_tensor.default, p.call(c10d.all_reduce.default, x, op, group))
+
+
 @st.composite
 def scatter_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torch.dtype]) -> Program:
-    """matmul (or a sum of two) -> steps -> reduce-scatter along any dim that divides."""
+    """matmul (or a sum of two) -> steps -> reduce-scatter along any dim that divides, or all-reduce."""
     p = Program(draw(ranks), draw(st.sampled_from(dtypes)))
     sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
     dim = draw(st.integers(0, len(sizes) - 1))
@@ -321,5 +325,6 @@ def scatter_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[tor
     if not dims:
         y = p.call(aten.cat.default, [y] * p.ranks, 0)
         dims = [0]
-    result = reduce_scatter(p, y, draw(st.sampled_from(dims)), draw(st.sampled_from(["sum", "sum", "avg"])))
+    op, dim = draw(st.sampled_from(["sum", "sum", "avg"])), draw(st.sampled_from([None, *dims, *dims]))
+    result = all_reduce(p, y, op) if dim is None else reduce_scatter(p, y, dim, op)
     return p.finish([steps(p, draw, result, 1), *p.leaves])

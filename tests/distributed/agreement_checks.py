@@ -59,3 +59,20 @@ def other_length_on_rank_1_at_step_3() -> str:
             if not outcome.startswith(f"step {step}: ok"):
                 break
     return outcome
+
+
+def compile_with_own_cache(directory: str) -> tuple[str, int, int]:
+    """Each rank has its own cache; the outcome, how often it was hit, and the number of records."""
+    import os
+
+    import fo_compiler
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory.format(rank=dist.get_rank())
+    torch._dynamo.utils.counters.clear()
+    f = _column_parallel(dist.group.WORLD.group_name, dist.get_world_size())
+    x, w = torch.ones(4, 6), torch.ones(6, 5)
+    with torch.no_grad(), fo_compiler.record() as report:
+        outcome = _attempt(torch.compile(f, backend="flashoverlap", options={"rewrite": "always"}), x, w)
+    hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+    hits += torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    return outcome, hits, len(report.records)

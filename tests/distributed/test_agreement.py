@@ -33,3 +33,18 @@ def test_another_length_on_one_rank_ends_both_within_the_time_out(two: World) ->
     assert "region" in first
     assert second.startswith("step 3: AgreementError")
     assert "ranks [0] of the group did not come" in second
+
+
+def test_a_warm_cache_on_one_rank_waits_for_nobody_and_runs_the_same(tmp_path) -> None:
+    for directory, warm in ((f"{tmp_path}/{{rank}}", [False, False]), (f"{tmp_path}/fresh{{rank}}", None)):
+        if warm is None:  # rank 1 finds its cache of the first round, rank 0 has none
+            (tmp_path / "1").rename(tmp_path / "fresh1")
+            warm = [False, True]
+        world = World(2, str(tmp_path))
+        try:
+            outcomes = world.run(checks.compile_with_own_cache, directory)
+        finally:
+            world.close()
+        assert [outcome for outcome, _, _ in outcomes] == ["ok (8, 5)"] * 2
+        assert [hits > 0 for _, hits, _ in outcomes] == warm
+        assert [records for _, _, records in outcomes] == [1, 1]

@@ -13,8 +13,9 @@ from fo_compiler.dump import graph_text
 from fo_compiler.options import Options
 from fo_compiler.passes.sites import is_collective
 from fo_compiler.runtime import ops
-from fo_compiler.testing import assert_equivalent
-from tests.graphs import all_gather, capture, reduce_scatter
+from fo_compiler.runtime.local import LocalWorld
+from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
+from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, tensors
 
 
@@ -128,3 +129,30 @@ def test_regions_of_two_groups_of_a_mesh() -> None:
     inputs = on_each_rank(4, (4, 6), (6, 8), (16, 6), (6, 5))
     records = assert_equivalent(capture(f, inputs[0]), inputs, groups=groups).records
     assert sum(record.rewritten for record in records) == 3
+
+
+@pytest.mark.parametrize("family", ["ring", "bidirectional", "direct"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_matmul_before_an_all_reduce_is_cut_and_every_rank_gets_every_sum(family: str, m: int) -> None:
+    inputs = on_each_rank(3, (2, 6, 4), (4, 5))
+    gm = capture(lambda x, w: F.relu(all_reduce(x @ w)), inputs[0])
+    options = Options(rewrite="always", schedule=family, slices_per_rank=m)
+    (record,) = assert_equivalent(gm, inputs, options).records
+    assert record.rewritten
+    assert "along dim 1" in record.tensor, "rows are cut, so that the weight is used whole"
+
+
+def test_an_all_reduce_of_one_row_is_cut_along_columns() -> None:
+    inputs = on_each_rank(2, (1, 4), (4, 6))
+    (record,) = assert_equivalent(capture(lambda x, w: all_reduce(x @ w, op="avg"), inputs[0]), inputs).records
+    assert record.rewritten
+    assert "along dim 1" in record.tensor
+
+
+def test_all_ranks_hold_the_same_bits_after_an_all_reduce() -> None:
+    inputs = [[x.to(torch.bfloat16) for x in row] for row in on_each_rank(4, (8, 16), (16, 4))]
+    gm = capture(lambda x, w: all_reduce(x @ w), inputs[0])
+    world = LocalWorld(4)
+    graphs = [rewrite_for_rank(gm, Options(rewrite="always"), world.transport(rank))[0] for rank in range(4)]
+    first, *others = run_ranks(lambda rank: graphs[rank], inputs, world)
+    assert all(torch.equal(first, other) for other in others)
