@@ -1,0 +1,133 @@
+"""A small network of namespaces: one a rank, joined by a bridge in a namespace of its own, each uplink limited.
+
+    with Network(4, Shaping(rate="1gbit")) as network:
+        ...                 network.names[rank] is a namespace in which the interface is "e0", the address address(rank)
+        network.shape(Shaping(rate="500mbit"))
+
+Needs root, `ip` and `tc`. Nothing outside the namespaces is touched, and they are gone when the block ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import dataclass
+from types import TracebackType
+
+INTERFACE = "e0"
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """What leaves a rank: `rate` as tc writes it ("1gbit"); `slow_rank`'s uplink has `slow_factor` of it."""
+
+    rate: str
+    slow_rank: int | None = None
+    slow_factor: float = 0.5
+
+    def bits_per_second(self, rank: int) -> float:
+        return parse_rate(self.rate) * (self.slow_factor if rank == self.slow_rank else 1.0)
+
+
+def parse_rate(text: str) -> float:
+    """Bits a second of "1gbit", "500mbit" ... Raises ValueError."""
+    for unit, factor in (("gbit", 1e9), ("mbit", 1e6), ("kbit", 1e3)):
+        number = text.lower().removesuffix(unit)
+        if number != text.lower():
+            value = float(number) * factor
+            if value > 0:
+                return value
+    raise ValueError(f"rate: expected a number and kbit, mbit or gbit, as in 500mbit; got {text!r}")
+
+
+def why_unshaped() -> str | None:
+    """Why links cannot be limited here, or None where they can."""
+    if os.geteuid() != 0:
+        return "not root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed"
+    probe = f"fo-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
+        return "this kernel or container allows no network namespaces"
+    subprocess.run(["ip", "netns", "del", probe], capture_output=True)
+    return None
+
+
+def address(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+def enter(name: str) -> None:
+    """Move this thread, and the threads that it will start, into a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as handle:
+        if libc.setns(handle.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
+class Network:
+    """Namespaces for `ranks` ranks. Use as a context manager."""
+
+    def __init__(self, ranks: int, shaping: Shaping) -> None:
+        self.ranks = ranks
+        self.shaping = shaping
+        prefix = f"fo-{os.getpid()}"
+        self.switch = f"{prefix}-switch"
+        self.names = [f"{prefix}-{rank}" for rank in range(ranks)]
+
+    def __enter__(self) -> Network:
+        # A plain kill would leave the namespaces behind: make it an exception, as Ctrl-C is one.
+        self._old_handler = signal.signal(signal.SIGTERM, _terminate)
+        try:
+            self._create()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._remove()
+        signal.signal(signal.SIGTERM, self._old_handler)
+
+    def shape(self, shaping: Shaping) -> None:
+        """Change the rates; what is on its way is not lost."""
+        self.shaping = shaping
+        for rank, name in enumerate(self.names):
+            rate = int(shaping.bits_per_second(rank))
+            # The smallest burst that still takes whole segments of 64 KB from the network stack.
+            command = f"tc -n {name} qdisc replace dev {INTERFACE} root tbf rate {rate}bit burst 128kb latency 100ms"
+            _sh(command)
+
+    def _create(self) -> None:
+        _sh(f"ip netns add {self.switch}")
+        _sh(f"ip -n {self.switch} link add bridge type bridge")
+        _sh(f"ip -n {self.switch} link set bridge up")
+        for rank, name in enumerate(self.names):
+            _sh(f"ip netns add {name}")
+            _sh(f"ip -n {self.switch} link add p{rank} type veth peer name {INTERFACE} netns {name}")
+            _sh(f"ip -n {self.switch} link set p{rank} master bridge up")
+            _sh(f"ip -n {name} addr add {address(rank)}/24 dev {INTERFACE}")
+            _sh(f"ip -n {name} link set {INTERFACE} up")
+            _sh(f"ip -n {name} link set lo up")
+        self.shape(self.shaping)
+
+    def _remove(self) -> None:
+        for name in (*self.names, self.switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _sh(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)

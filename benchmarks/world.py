@@ -1,0 +1,195 @@
+"""Ranks for measurements: gloo processes, each in a namespace of the shaped network or all on loopback.
+
+    with World(ranks, shaping) as world:
+        world.run(function, *args)      calls the module-level `function` on every rank; the results by rank
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+from .network import INTERFACE, Network, Shaping, address, enter, why_unshaped
+
+PORT = 29_561
+START_S = 0.004  # from an agreed start being sent to the start
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank runs."""
+
+    rank: int
+    ranks: int
+    namespace: str | None
+    rendezvous: str
+    core: int | None
+
+
+class World:
+    """`ranks` processes in one gloo group. `shaping` None: on loopback, as fast as it is."""
+
+    def __init__(self, ranks: int, shaping: Shaping | None, *, pinned: bool = False) -> None:
+        self.ranks = ranks
+        self.network = Network(ranks, shaping) if shaping else None
+        self.pinned = pinned
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> World:
+        with ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="fo_bench_"))
+            if self.network:
+                stack.enter_context(self.network)
+            stack.callback(self._end)
+            cores = sorted(os.sched_getaffinity(0))
+            context = multiprocessing.get_context("spawn")
+            for rank in range(self.ranks):
+                place = _Place(
+                    rank,
+                    self.ranks,
+                    self.network.names[rank] if self.network else None,
+                    f"tcp://{address(0)}:{PORT}" if self.network else f"file://{directory}/rendezvous",
+                    cores[rank % len(cores)] if self.pinned else None,
+                )
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(place, directory, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._workers.append((process, ours))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
+        """The results of `function(*args)` by rank. Raises RuntimeError with the traceback of a rank that raised."""
+        for _, connection in self._workers:
+            connection.send((function, args))
+        results: dict[int, Any] = {}
+        rank_of = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < self.ranks:
+            ready = wait([c for c, rank in rank_of.items() if rank not in results], deadline - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"{function.__name__}: not done after {timeout_s} s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    good, value = connection.recv()
+                except EOFError:
+                    good, value = False, "the process ended"
+                if not good:
+                    raise RuntimeError(f"rank {rank_of[connection]}: {value}")
+                results[rank_of[connection]] = value
+        return [results[rank] for rank in range(self.ranks)]
+
+    def _end(self) -> None:
+        for _, connection in self._workers:
+            connection.close()
+        for process, _ in self._workers:
+            process.join(0.3)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def shaping_here(rate: str, slow_rank: int | None = None, slow_factor: float = 0.5) -> tuple[Shaping | None, str]:
+    """The shaping if it is possible here, and a line that says what the links are."""
+    shaping = Shaping(rate, slow_rank, slow_factor)
+    shaping.bits_per_second(0)
+    reason = why_unshaped()
+    if reason:
+        return None, f"unshaped loopback ({reason}); a rate limit needs root and network namespaces"
+    slow = "" if slow_rank is None else f", that of rank {slow_rank} {slow_factor:g} of it"
+    return shaping, f"every uplink limited to {rate}{slow}"
+
+
+def synchronized(ranks: int) -> float:
+    """A moment that all ranks of the default group wait for; its time, on the clock that they share."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = torch.tensor([time.perf_counter() + START_S + 0.0005 * ranks], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    moment = start.item()
+    sleep_until(moment)
+    return moment
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep up to a moment of `time.perf_counter`."""
+    left = moment - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+def _serve(place: _Place, directory: str, connection: Connection) -> None:
+    """The life of one rank."""
+    if place.namespace:
+        enter(place.namespace)
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    if place.core is not None:
+        os.sched_setaffinity(0, {place.core})
+    _sharp_timers()
+    _undisturbed()
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCHINDUCTOR_CACHE_DIR=f"{directory}/inductor",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=place.rendezvous,
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=timedelta(seconds=120),
+    )
+    while True:
+        try:
+            function, args = connection.recv()
+        except (EOFError, KeyboardInterrupt):
+            break
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            connection.send(answer)
+        except BrokenPipeError:
+            break
+    os._exit(0)  # peers may be gone already: no goodbye
+
+
+def _undisturbed() -> None:
+    """Take the cores before other programs do, where this is allowed (root)."""
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+
+
+def _sharp_timers() -> None:
+    """Let sleeps of this thread end when they should, not up to 50 us later (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK, in nanoseconds

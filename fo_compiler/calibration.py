@@ -1,0 +1,310 @@
+"""Measure a `Machine` on a real process group: links, matmuls, what they do to each other, and what posting costs.
+
+Every function that measures has to be called by all ranks of the default process group together; the answer is the same on
+all of them. `fo-compiler calibrate` prints it and writes it to a file.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .runtime.transport import C10dTransport, Transfer
+from .schedule.machine import Machine
+from .schedule.matmul import Measured, dtype_name
+from .schedule.matmul import MatmulPoint as Point
+from .schedule.network import Matrix, Network, Uniform
+
+LINK_SIZES = (4_096, 65_536, 524_288, 2_097_152)  # bytes
+MATMUL_SHAPES = tuple(
+    (m, k, n) for m, k, n in (
+        (16, 64, 64), (64, 128, 128), (128, 256, 256), (256, 512, 512), (512, 512, 512), (512, 1024, 1024), (1024, 1024, 1024),
+    )
+)  # fmt: skip
+ALIKE = 1.3  # links whose bandwidths differ by less than this factor are one kind of link
+SHARED = 1.4  # times as long with the other direction in use: both share one port
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """`latency_us + bytes / bandwidth`, fitted to measured transfers; errors are shares of the measured times."""
+
+    latency_us: float
+    bandwidth_GBps: float
+    median_error: float
+    worst_error: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured machine, and how well it fits what was measured."""
+
+    machine: Machine
+    links: dict[tuple[int, int], LinkFit] = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def median_error(self) -> float:
+        return statistics.median(fit.median_error for fit in self.links.values()) if self.links else 0.0
+
+    @property
+    def worst_error(self) -> float:
+        return max((fit.worst_error for fit in self.links.values()), default=0.0)
+
+
+def fit_link(samples: Sequence[tuple[float, float]]) -> LinkFit:
+    """Fit (bytes, microseconds) samples, each weighted by its relative error; the latency is not below 0."""
+    if len({size for size, _ in samples}) < 2:
+        raise ValueError("a fit needs transfers of at least two sizes")
+    weights = [1 / us**2 for _, us in samples]
+    total = sum(weights)
+    mean_size = sum(w * size for w, (size, _) in zip(weights, samples, strict=True)) / total
+    mean_us = sum(w * us for w, (_, us) in zip(weights, samples, strict=True)) / total
+    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, samples, strict=True))
+    slope = sum(w * (s - mean_size) * (us - mean_us) for w, (s, us) in zip(weights, samples, strict=True)) / spread
+    latency = mean_us - slope * mean_size
+    if latency < 0 or slope <= 0:  # through the origin
+        latency = 0.0
+        slope = sum(w * size * us for w, (size, us) in zip(weights, samples, strict=True)) / sum(
+            w * size**2 for w, (size, _) in zip(weights, samples, strict=True)
+        )
+    errors = [abs(latency + slope * size - us) / us for size, us in samples]
+    return LinkFit(latency, 1 / (slope * 1e3), statistics.median(errors), max(errors))
+
+
+def network_of(links: dict[tuple[int, int], LinkFit], ranks: int, full_duplex: bool) -> Network:
+    """The simplest network that says what was measured of every ordered pair of ranks."""
+    speeds = [fit.bandwidth_GBps for fit in links.values()]
+    if max(speeds) <= ALIKE * min(speeds):
+        latency = statistics.median(fit.latency_us for fit in links.values())
+        return Uniform(latency, statistics.median(speeds), full_duplex=full_duplex)
+
+    def table(value: Callable[[LinkFit], float], diagonal: float) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(value(links[a, b]) if a != b else diagonal for b in range(ranks)) for a in range(ranks)
+        )
+
+    return Matrix(
+        table(lambda fit: fit.latency_us, 0.0), table(lambda fit: fit.bandwidth_GBps, max(speeds)), (), full_duplex
+    )
+
+
+def slowdowns(
+    compute_us: float, transfer_us: float, computed_us: float, total_us: float
+) -> tuple[float, float]:
+    """How much compute and a transfer slow each other down, from one longer transfer that runs under some compute.
+
+    `compute_us` and `transfer_us` are each alone; together the compute took `computed_us` and all of it `total_us`.
+    While both ran the transfer did what it would do alone in `transfer_us - (total_us - computed_us)`.
+    """
+    compute = max(1.0, computed_us / compute_us)
+    done_us = transfer_us - max(total_us - computed_us, 0.0)
+    if done_us <= 0.02 * transfer_us:  # it hardly moved
+        return compute, 50.0
+    return compute, max(1.0, computed_us / done_us)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+class Calibrator:
+    """Measures the default process group. `device` is where tensors live; `repeats` of each measurement, median taken."""
+
+    def __init__(self, device: str = "cpu", repeats: int = 5) -> None:
+        self.device = torch.device(device)
+        self.repeats = repeats
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        assert dist.group.WORLD is not None
+        self.group_name = dist.group.WORLD.group_name
+        self.transport = C10dTransport()
+
+    def links(self, sizes: Sequence[int] = LINK_SIZES, shifts: Sequence[int] | None = None) -> dict[tuple[int, int], LinkFit]:
+        """Fits of the links from each rank to the rank `shift` above, all of one shift at the same time."""
+        links: dict[tuple[int, int], LinkFit] = {}
+        for shift in range(1, self.ranks) if shifts is None else shifts:
+            samples = [(float(size), self.exchange_us(size, shift)) for size in sizes]
+            for receiver, of_rank in enumerate(self._gathered(samples)):
+                links[(receiver - shift) % self.ranks, receiver] = fit_link(of_rank)
+        return links
+
+    def exchange_us(self, size_bytes: int, shift: int = 1, both: bool = True) -> float:
+        """Time until a message from the rank `shift` below is here, while one to the rank `shift` above leaves.
+
+        With `both` False only even ranks send, so that a pair uses one direction.
+        """
+        sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
+        received = torch.empty_like(sent)
+        above, below = (self.rank + shift) % self.ranks, (self.rank - shift) % self.ranks
+        sends = both or self.rank % 2 == 0
+        receives = both or below % 2 == 0
+        in_a_row = max(1, min(20, 1_000_000 // max(size_bytes, 1)))  # so that a late start of a peer matters less
+
+        def once() -> None:
+            for _ in range(in_a_row):
+                self._post((sent, above) if sends else None, (received, below) if receives else None)
+
+        return self._median_us(once) / in_a_row
+
+    def full_duplex(self, size_bytes: int) -> bool:
+        """Whether a message is as fast with one in the other direction as without (asked of pairs of neighbours)."""
+        if self.ranks % 2:
+            return True
+        one_us, both_us = self.exchange_us(size_bytes, 1, both=False), self.exchange_us(size_bytes, 1)
+        return max(self._gathered(both_us)) < SHARED * max(self._gathered(one_us))
+
+    def post_us(self) -> float:
+        """How long posting a step and waiting for a step that is done hold up a rank."""
+        small, received = torch.ones(8, device=self.device), torch.empty(8, device=self.device)
+        above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        times = []
+        for _ in range(4 * self.repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            transfer = self.transport.post(self.group_name, (small, above), (received, below))
+            posted = time.perf_counter()
+            time.sleep(0.002)
+            before = time.perf_counter()
+            transfer.wait()
+            times.append((posted - start + time.perf_counter() - before) * 1e6)
+        return max(self._gathered(statistics.median(times)))
+
+    def matmul_us(self, m: int, k: int, n: int, dtype: torch.dtype) -> float:
+        """One [M, K] @ [K, N] with every rank computing."""
+        a, b = torch.ones(m, k, dtype=dtype, device=self.device), torch.ones(k, n, dtype=dtype, device=self.device)
+        out = torch.empty(m, n, dtype=dtype, device=self.device)
+        torch.mm(a, b, out=out)
+        in_a_row = max(1, min(200, int(2e8 / (2.0 * m * k * n))))
+
+        def once() -> None:
+            for _ in range(in_a_row):
+                torch.mm(a, b, out=out)
+
+        return max(self._gathered(self._median_us(once) / in_a_row))
+
+    def memory_GBps(self) -> float:
+        """Bandwidth of adding two tensors into a third, 2 MB each: that of a received partial sum."""
+        size = 524_288
+        a, b = torch.ones(size, device=self.device), torch.ones(size, device=self.device)
+        out = torch.empty_like(a)
+
+        def once() -> None:
+            for _ in range(10):
+                torch.add(a, b, out=out)
+
+        return 3 * 4 * size / (max(self._gathered(self._median_us(once))) / 10 * 1e3)
+
+    def contention(self, size_bytes: int) -> tuple[float, float]:
+        """(compute_slowdown, transfer_slowdown), from a transfer that lasts about three times its compute."""
+        a, b = (torch.ones(256, 256, device=self.device) for _ in range(2))
+        out = torch.empty_like(a)
+        one_us = self.matmul_us(256, 256, 256, torch.float32)
+        sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
+        received = torch.empty_like(sent)
+        ends = (sent, (self.rank + 1) % self.ranks), (received, (self.rank - 1) % self.ranks)
+        alone_us = max(self._gathered(self._median_us(lambda: self._post(*ends))))
+        count = max(1, int(alone_us / one_us / 3))
+
+        def compute() -> None:
+            for _ in range(count):
+                torch.mm(a, b, out=out)
+            self._synchronize()
+
+        compute_us = max(self._gathered(self._median_us(compute)))
+        pairs = []
+        for _ in range(2 * self.repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            transfer = self.transport.post(self.group_name, *ends)
+            compute()
+            computed = time.perf_counter()
+            transfer.wait()
+            self._synchronize()
+            pairs.append(((computed - start) * 1e6, (time.perf_counter() - start) * 1e6))
+        computed_us = max(self._gathered(statistics.median(pair[0] for pair in pairs)))
+        total_us = max(self._gathered(statistics.median(pair[1] for pair in pairs)))
+        return slowdowns(compute_us, alone_us, computed_us, total_us)
+
+    def machine(
+        self,
+        name: str = "calibrated",
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
+        sizes: Sequence[int] = LINK_SIZES,
+        shapes: Sequence[tuple[int, int, int]] = MATMUL_SHAPES,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Calibration:
+        """Measure it all."""
+        links: dict[tuple[int, int], LinkFit] = {}
+        network: Network = Uniform(0.0, 1e3)
+        post_us, slow = 0.0, (1.0, 1.0)
+        notes = []
+        if self.ranks > 1:
+            say("links ...")
+            links = self.links(sizes)
+            full_duplex = self.full_duplex(sizes[-1])
+            if not full_duplex:
+                notes.append("both directions of a pair share one port (half duplex)")
+                # A message that had a direction to itself would have been faster: the model shares the port itself.
+                links = {
+                    pair: LinkFit(fit.latency_us, 2 * fit.bandwidth_GBps, fit.median_error, fit.worst_error)
+                    for pair, fit in links.items()
+                }
+            network = network_of(links, self.ranks, full_duplex)
+            say("posting ...")
+            post_us = self.post_us()
+            say("compute and transfers together ...")
+            slow = self.contention(4 * sizes[-1])
+        say("matmuls ...")
+        points = tuple(
+            Point(m, k, n, dtype_name(str(dtype)), self.matmul_us(m, k, n, dtype))
+            for dtype in dtypes
+            for m, k, n in shapes
+        )
+        memory_GBps = self.memory_GBps()
+        machine = Machine(
+            name,
+            f"fo-compiler calibrate: {self.ranks} ranks, {dist.get_backend()}, {self.device.type}, torch {torch.__version__}",
+            network,
+            Measured(points, memory_GBps),
+            post_us=post_us,
+            compute_slowdown=slow[0],
+            transfer_slowdown=slow[1],
+        )
+        return Calibration(machine, links, tuple(notes))
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _post(self, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> None:
+        if send is None and recv is None:
+            return
+        transfer: Transfer = self.transport.post(self.group_name, send, recv)
+        transfer.wait()
+        self._synchronize()
+
+    def _median_us(self, once: Callable[[], None]) -> float:
+        once()
+        times = []
+        for _ in range(self.repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            once()
+            self._synchronize()
+            times.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(times)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+
