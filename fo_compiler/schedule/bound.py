@@ -82,6 +82,15 @@ class _Border:
         ends = [sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links}) for end in (0, 1)]
         return cls([(fabric.latency_us[link], fabric.alone_GBps(link)) for link in links], min(ends), cost, machine)
 
+    @classmethod
+    def both_ways(cls, machine: Machine, ranks: int, cost: RegionCost) -> _Border:
+        """In and out of one rank of a uniform network through its only port."""
+        network = machine.network
+        assert isinstance(network, Uniform)
+        port = network.port_GBps or network.bandwidth_GBps
+        alone = (network.latency_us, min(network.bandwidth_GBps, port))
+        return cls([alone] * (2 * (ranks - 1)), port, cost, machine)
+
     def nth_us(self, n: int) -> float:
         """The n-th crossing is not over before this."""
         return max(self.one_us, self.latency_us + n * self.slice_us)
@@ -108,7 +117,7 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
             ]
         return max(bounds, key=lambda bound: bound.us)
     if machine.is_uniform and _is_half_duplex(machine):
-        border = _Border.of(machine, ranks, [0], cost, mirrored=False)
+        border = _Border.both_ways(machine, ranks, cost)
         count = (ranks - 1) * m
         bounds.append(Bound(border.nth_us(2 * count) + t_c[0], f"{count} slices in and {count} out of one port"))
     mirrored = not kind.arrives_first
@@ -152,10 +161,11 @@ def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost,
         adds = (ranks - 1) * m if machine.is_uniform else m if kind is Kind.REDUCE_SCATTER else 0
         work += adds * cost.add_us * scale
     # While its port is in use for `moving`, compute runs at 1 / c and bytes at 1 / d; or the two take turns.
-    border = _Border.of(machine, ranks, [rank], cost, mirrored=not kind.arrives_first)
-    moving = messages * border.slice_us
     if machine.is_uniform and _is_half_duplex(machine):
-        moving *= 2  # what leaves takes the same port; some rank moves at least the average
+        # What leaves takes the same port as what enters; some rank moves at least the average.
+        moving = 2 * messages * _Border.both_ways(machine, ranks, cost).slice_us
+    else:
+        moving = messages * _Border.of(machine, ranks, [rank], cost, mirrored=not kind.arrives_first).slice_us
     c, d = machine.compute_slowdown, machine.transfer_slowdown
     return work + min(moving, d * moving * (1 - 1 / c))
 

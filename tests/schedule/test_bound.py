@@ -218,6 +218,14 @@ def test_no_schedule_on_any_machine_beats_the_bound(data: st.DataObject) -> None
             assert us >= bound.us * (1 - 1e-9), (kind, "two_level", k, us, bound)
 
 
+def test_two_links_of_a_half_duplex_port_may_be_busy_at_once() -> None:
+    # A port of 1 GB/s takes a message of 0.5 GB/s in and one out at a time: neither waits for the other.
+    network = Uniform(0.0, 0.5, port_GBps=1.0, full_duplex=False)
+    machine, cost = simple_machine(network=network, compute_slowdown=1.5), RegionCost(1.0, 1.0)
+    us = simulate(build(Kind.ALL_GATHER, "ring", 2), machine, cost).makespan_us
+    assert Certificate(us, lower_bound(Kind.ALL_GATHER, machine, 2, 1, cost)).is_optimal
+
+
 def test_a_narrow_border_is_seen() -> None:
     network = TwoLevel(4, Uniform(0.0, 100.0), Uniform(0.0, 1.0), adapter_GBps=1.0)
     bound = lower_bound(Kind.ALL_GATHER, simple_machine(network=network), 8, 1, RegionCost(1.0, 10e3))
