@@ -187,8 +187,10 @@ SIZES = (12, 24, 12, 24)  # of dims, before the last one: divide by 2, 3 and 4 r
 K = 24
 
 
-def every_dim(schedule: str, slices_per_rank: int, kernels: bool = False) -> list[Record]:
-    """Functional collectives along every dim of tensors of 2 to 4 dims, in one graph."""
+def every_dim(
+    schedule: str, slices_per_rank: int, dims: tuple[int, ...] = (2, 3, 4), kernels: bool = False
+) -> list[Record]:
+    """Functional collectives along every dim of tensors of so many dims, in one graph."""
     group = dist.group.WORLD
 
     def function(*tensors: Tensor) -> list[Tensor]:
@@ -202,9 +204,11 @@ def every_dim(schedule: str, slices_per_rank: int, kernels: bool = False) -> lis
                 results.append(reduce_scatter(x @ weight, "sum", dim, group))
         return results
 
-    inputs = (shared(0, K, K), *(own(n, *SIZES[: n - 1], K) for n in (2, 3, 4)))
+    inputs = (shared(0, K, K), *(own(n, *SIZES[: n - 1], K) for n in dims))
     with torch.no_grad():
-        return matches_eager(function, inputs, 18, kernels, schedule=schedule, slices_per_rank=slices_per_rank)
+        return matches_eager(
+            function, inputs, 2 * sum(dims), kernels, schedule=schedule, slices_per_rank=slices_per_rank
+        )
 
 
 def user_code(average: bool) -> list[Record]:
@@ -242,12 +246,12 @@ def sixteen_bits() -> list[Record]:
 
     x, w = own(1, 96, 64, dtype=torch.bfloat16), shared(0, 64, 96, dtype=torch.bfloat16)
     exact = function(x.double(), w.double())
-    baseline = torch.compile(function)(x, w)
-    torch._dynamo.reset()
+    with generating(False):
+        baseline = torch.compile(function)(x, w)
     records = []
     for schedule in ("auto", "direct", "ring"):
         torch._dynamo.reset()
-        with fo_compiler.record() as report:
+        with fo_compiler.record() as report, generating(False):
             got = ours(function, schedule=schedule)(x, w)
         records += report.records
         for a, b, c in zip(got, baseline, exact, strict=True):
