@@ -28,8 +28,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llama import Llama, LlamaConfig, apply_tensor_parallel
 
+
+def gather_on_dim_0_then_cat(x: Tensor, dim: int, group: Any) -> Tensor:
+    """What `all_gather_tensor` does, in a form that dynamo of torch 2.11 follows for each dim."""
+    gathered = funcol.all_gather_tensor(x, 0, group)
+    return gathered if dim == 0 else torch.cat(torch.chunk(gathered, dist.get_world_size(), 0), dim)
+
+
 # Renamed in torch 2.13; the old names warn since.
-all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+all_gather = getattr(funcol, "all_gather_single", None) or gather_on_dim_0_then_cat
 reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 CONFIG = LlamaConfig(vocab_size=48, dim=96, n_layers=1, n_heads=24, n_kv_heads=12, hidden_dim=48)
