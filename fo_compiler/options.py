@@ -59,9 +59,7 @@ class Options:
             raise OptionError.wrong("slices_per_rank", "a whole number of at least 1, or None", m)
         if not _is_number(self.margin) or not 0 <= self.margin < 1:
             raise OptionError.wrong("margin", "a number from 0 to 1", self.margin)
-        if self.max_buffer_mb is not None and (
-            not _is_number(self.max_buffer_mb) or not self.max_buffer_mb >= 0
-        ):
+        if self.max_buffer_mb is not None and (not _is_number(self.max_buffer_mb) or not self.max_buffer_mb >= 0):
             raise OptionError.wrong("max_buffer_mb", "a number of at least 0, or None", self.max_buffer_mb)
         if self.machine is not None and not isinstance(self.machine, str):
             raise OptionError.wrong(

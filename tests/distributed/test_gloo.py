@@ -56,8 +56,8 @@ def test_a_tensor_that_is_sent_may_be_changed_afterwards(world: Worlds) -> None:
 
 
 def test_collectives_of_user_code_are_found(world: Worlds) -> None:
-    records = agreed(world(2).run(checks.user_code, False))
-    assert rewritten(records) == len(records) == 4
+    records = agreed(world(2).run(checks.user_code, True))
+    assert rewritten(records) == len(records) == 5
 
 
 def test_every_gather_and_scatter_dim_of_two_ranks(world: Worlds) -> None:
