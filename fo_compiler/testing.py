@@ -46,7 +46,7 @@ class LocalInterpreter(fx.Interpreter):
     """Runs an FX graph as one rank of a LocalWorld: plain collectives meet the other threads."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
+        if isinstance(target, torch._ops.OpOverload) and target.namespace in ("_c10d_functional", "_dtensor"):
             return self._collective(target, args)
         return super().call_function(target, args, kwargs)
 
@@ -60,6 +60,11 @@ class LocalInterpreter(fx.Interpreter):
         values = transport.meet(args[-1], tensor)
         if target is c10d.all_gather_into_tensor.default:
             return torch.cat(values)
+        if target is c10d.all_to_all_single.default:
+            return torch.cat([v.chunk(size)[rank] for v in values])
+        if target is torch.ops._dtensor.shard_dim_alltoall.default:
+            gather_dim, shard_dim = args[1], args[2]
+            return torch.cat([v.chunk(size, shard_dim)[rank] for v in values], gather_dim)
         if target is c10d.all_reduce.default:
             return _reduce(values, args[1])
         if target is c10d.reduce_scatter_tensor.default:

@@ -85,7 +85,7 @@ def decide(site: Site, options: Options) -> Decision:
 
 def families(site: Site, options: Options) -> tuple[str, ...]:
     """The schedule families that are allowed for a site."""
-    if options.schedule != "auto":
+    if options.schedule in FAMILIES[site.kind]:  # an all-to-all has no ring
         return (options.schedule,)
     if site.kind.reduces and tensor_of(site.value).dtype in (torch.float16, torch.bfloat16):
         # All partial sums meet in float32 and are rounded once; every other family rounds at each hop.

@@ -31,7 +31,13 @@ from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 
-_SHORT = {Kind.ALL_GATHER: "ag", Kind.REDUCE_SCATTER: "rs", Kind.ALL_REDUCE: "ar"}
+_SHORT = {
+    Kind.ALL_GATHER: "ag",
+    Kind.REDUCE_SCATTER: "rs",
+    Kind.ALL_REDUCE: "ar",
+    Kind.ALL_TO_ALL: "aa",
+    Kind.ALL_TO_ALL_OUT: "aa",
+}
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ def _handle(
     if schedule is None:
         return left_alone(decision.reason)
     verify(schedule)
-    tag = f"{_SHORT[site.kind]}{number}"
+    tag = f"{_SHORT[region.site.kind]}{number}"
     matmuls = tuple(node.name for node in region.matmuls)
     site = region.site
     tensor = _describe(site)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import getitem
 
 import torch
@@ -48,7 +48,8 @@ class Region:
 
     @property
     def is_gather(self) -> bool:
-        return self.site.kind is Kind.ALL_GATHER
+        """Whether the region reads what arrives; else what it computes leaves."""
+        return self.site.kind.arrives_first
 
     def read_outside(self) -> tuple[list[Node], set[Node]]:
         """The sliced tensors that are joined (or summed) for readers outside, and the members that stay for that.
@@ -89,9 +90,9 @@ def plan_region(site: Site, slices_per_rank: int) -> Region:
     Raises NotSeparable, with the reasons met on the way, if no matmul can be reached.
     """
     reasons: list[str] = []
-    sites = [replace(site, dim=dim) for dim in (site.dim, *site.dims)]
-    for along, m in [(candidate, m) for candidate in sites for m in _divisors(candidate, slices_per_rank)]:
-        region = Region(along, m)
+    candidates = (site, *site.alternatives)
+    for candidate, m in [(c, m) for c in candidates for m in _divisors(c, slices_per_rank)]:
+        region = Region(candidate, m)
         try:
             (_grow_downstream if region.is_gather else _grow_upstream)(region)
             if region.matmuls:
@@ -103,8 +104,11 @@ def plan_region(site: Site, slices_per_rank: int) -> Region:
 
 
 def _no_matmul(site: Site) -> str:
-    where = "reads the gathered tensor" if site.kind is Kind.ALL_GATHER else "produces the summed tensor"
-    return f"no matmul {where}: there is nothing to hide the transfer under"
+    what = {
+        Kind.ALL_GATHER: "reads the gathered tensor",
+        Kind.ALL_TO_ALL: "reads or produces the exchanged tensor",
+    }.get(site.kind, "produces the summed tensor")
+    return f"no matmul {what}: there is nothing to hide the transfer under"
 
 
 def _divisors(site: Site, at_most: int) -> list[int]:

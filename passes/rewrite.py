@@ -74,7 +74,7 @@ class _Writer:
         self.step = 0
         self.pieces: dict[Node, dict[int, Node]] = {node: {} for node in region.read_outside()[0]}  # by slice
         self.totals: dict[Node, Node] = {}  # outputs that are sums over slices, so far
-        self.arrived: dict[int, Node] = {}  # gather: slices at hand
+        self.held: dict[int, Node] = {}  # slices at hand, where they travel unchanged
         self.sums: dict[int, Node] = {}  # scatter and reduce: running sums
         self.transfers: dict[int, tuple[Node, Node, Post]] = {}  # step -> receive buffer, what was sent, its post
         self.received: dict[int, Node] = {}  # step -> awaited partial, or finished, sum
@@ -102,39 +102,61 @@ class _Writer:
         results = {node: self._join(node) for node in self.pieces if node not in self._summed}
         results.update(self.totals)
         if not self.region.is_gather:
-            results[self.site.wait] = self._summed_result()
+            results[self.site.wait] = self._summed_result() if self._reduces else self._exchanged_result()
         return results
 
     @property
     def _summed(self) -> set[Node]:
         return {node for node in self.region.members if node not in self.region.cuts}
 
+    @property
+    def _reduces(self) -> bool:
+        return self.site.kind.reduces
+
     def _own_slices(self) -> None:
-        shard, m, dim = self.site.shard, self.region.slices_per_rank, self.site.dim
-        own = self.schedule.owned_by(self.site.rank)
-        if m == 1:
-            self.arrived[own[0]] = shard
-            return
-        size = shape_of(shard)[dim] // m
-        for part, slice_ in enumerate(own):
-            self.arrived[slice_] = self._emit(
-                f"own{part}", aten.slice.Tensor, (shard, dim, part * size, (part + 1) * size), slice_
-            )
+        """What this rank has at the start: its shard, in parts; in an all-to-all a block for each peer, in parts."""
+        site, m = self.site, self.region.slices_per_rank
+        for slice_ in self.schedule.owned_by(site.rank):
+            piece, part = site.shard, slice_ % m
+            if site.kind.is_all_to_all:
+                piece = self._part(piece, site.peer_dim, self.schedule.destination(slice_), site.ranks, slice_)
+            self.held[slice_] = self._part(piece, site.dim, part, m, slice_)
+
+    def _part(self, node: Node, dim: int, index: int, count: int, slice_: int) -> Node:
+        """The part `index` of `count` equal parts of a tensor."""
+        if count == 1:
+            return node
+        size = shape_of(node)[dim] // count
+        bounds = (index * size, (index + 1) * size)
+        return self._emit("own", aten.slice.Tensor, (node, dim, *bounds), slice_)
+
+    def _index(self, slice_: int) -> int:
+        """Which of the slices of the region's tensors a slice of the schedule is."""
+        m = self.region.slices_per_rank
+        match self.site.kind:
+            case Kind.ALL_TO_ALL:
+                return self.schedule.owner(slice_) * m + slice_ % m
+            case Kind.ALL_TO_ALL_OUT:
+                return self.schedule.destination(slice_) * m + slice_ % m
+            case _:
+                return slice_
 
     def _compute(self, slice_: int) -> None:
-        region = self.region
+        region, index = self.region, self._index(slice_)
         local: dict[Node, Node] = {}
         if region.is_gather:
-            local[self.site.value] = self.arrived[slice_]
+            local[self.site.value] = self.held[slice_]
         for node in region.members:
             summed = node not in region.cuts
-            local[node] = self._local(node, slice_, local, self.totals.get(node) if summed else None)
+            local[node] = self._local(node, index, local, self.totals.get(node) if summed else None)
             if summed:
                 self.totals[node] = local[node]
         for node, pieces in self.pieces.items():
-            pieces[slice_] = local[node]
-        if not region.is_gather:
+            pieces[index] = local[node]
+        if self._reduces:
             self._accumulate(slice_, local[self.site.value])
+        elif not region.is_gather:
+            self.held[slice_] = local[self.site.value]
 
     def _local(self, node: Node, slice_: int, local: dict[Node, Node], total: Node | None) -> Node:
         """One member on one slice; with `total`, added to the sum so far."""
@@ -192,7 +214,7 @@ class _Writer:
     # --- transfers --------------------------------------------------------------------------------------------------
 
     def _post(self, post: Post) -> None:
-        held = self.arrived if self.region.is_gather else self.sums
+        held = self.sums if self._reduces else self.held
         slice_ = post.send.slice if post.send else post.recv.slice if post.recv else 0
         if post.send is not None:
             sent = self._as_dtype(held[post.send.slice], tensor_of(self.site.value).dtype, slice_)
@@ -221,10 +243,10 @@ class _Writer:
         data = self._emit("wait", ops.wait, (buffer, sent), slice_, step=step, pinned=True)
         if post.recv is None:
             return
-        if self.region.is_gather:
-            self.arrived[post.recv.slice] = data
-        else:
+        if self._reduces:
             self.received[step] = data
+        else:
+            self.held[post.recv.slice] = data
 
     # --- sums -------------------------------------------------------------------------------------------------------
 
@@ -254,6 +276,17 @@ class _Writer:
                 total = self._emit("mean", aten.div.Tensor, (total, site.ranks), slice_)
             parts.append(self._as_dtype(total, tensor_of(site.value).dtype, slice_))
         joined = parts[0] if len(parts) == 1 else self._emit("result", aten.cat.default, (parts, site.dim), None)
+        return self._with_strides_of(site.wait, joined)
+
+    def _exchanged_result(self) -> Node:
+        """What came from each rank, its own block included, side by side."""
+        site, m = self.site, self.region.slices_per_rank
+        blocks = []
+        for source in range(site.ranks):
+            first = (source * site.ranks + site.rank) * m
+            parts = [self.held[first + part] for part in range(m)]
+            blocks.append(parts[0] if m == 1 else self._emit("block", aten.cat.default, (parts, site.dim), None))
+        joined = self._emit("result", aten.cat.default, (blocks, site.peer_dim), None)
         return self._with_strides_of(site.wait, joined)
 
     # --- outputs ----------------------------------------------------------------------------------------------------

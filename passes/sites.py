@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,6 +30,7 @@ _KINDS: dict[object, Kind] = {
     c10d.all_gather_into_tensor.default: Kind.ALL_GATHER,
     c10d.reduce_scatter_tensor.default: Kind.REDUCE_SCATTER,
     c10d.all_reduce.default: Kind.ALL_REDUCE,
+    c10d.all_to_all_single.default: Kind.ALL_TO_ALL,
 }
 _COPIES = (aten.clone.default, aten.alias.default, aten.copy.default)
 
@@ -42,11 +43,13 @@ class Groups(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """One all-gather, reduce-scatter or all-reduce.
+    """One collective, as the centre of a region.
 
-    `value` is the tensor that all ranks together hold along `dim`: the gathered tensor, or the one to be summed. `shard`
-    is this rank's part of it: what is sent, or what comes out (of an all-reduce, all of it). `glue` are the nodes between
-    the collective and `value`. An all-reduce may be cut along any dim: `dims` are the others to try.
+    `value` is the tensor that is computed slice by slice, and `dim` the dim along which it is cut: what was gathered or
+    arrives from all ranks, or what is to be summed or leaves for all ranks. `shard` is the tensor at the other side of the
+    collective: what this rank sends, or what comes out. In an all-to-all `peer_dim` is the dim of `shard` along which its
+    blocks for (or from) the peers lie. `glue` are the nodes between the collective and `value`. `alternatives` are other
+    ways to see the same collective: an all-reduce cut along another dim, an all-to-all from its other side.
     """
 
     kind: Kind
@@ -60,7 +63,8 @@ class Site:
     shard: Node
     glue: tuple[Node, ...]
     averages: bool = False
-    dims: tuple[int, ...] = ()
+    peer_dim: int = 0
+    alternatives: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,38 +101,82 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
     if group_name is None:
         return LeftAlone(node, "its process group is not known by name at compile time")
     rank, ranks = groups.rank_and_size(group_name)
-    kind = _KINDS.get(node.target)
+    kind = Kind.ALL_TO_ALL if _is_shard_dim_alltoall(node) else _KINDS.get(node.target)
     if kind is None:
         kinds = ", ".join(kind.value for kind in _KINDS.values())
         return LeftAlone(node, f"{node.target} is not a kind that is sliced: {kinds} are", ranks)
     if ranks == 1:
         return LeftAlone(node, "the group has one rank: nothing is transferred", ranks)
-    waits = list(node.users)
-    if len(waits) != 1 or waits[0].target is not WAIT:
+    waits = [node] if _is_shard_dim_alltoall(node) else list(node.users)  # that one waits by itself
+    if len(waits) != 1 or (waits[0].target is not WAIT and waits[0] is not node):
         return LeftAlone(node, "its result is not awaited exactly once in this graph", ranks)
-    (wait,) = waits
     source = node.args[0]
     assert isinstance(source, Node)
+    ends = Site(kind, node, waits[0], group_name, rank, ranks, waits[0], 0, source, ())
     try:
         shape_of(source)
-        shape_of(wait)
-        if kind is Kind.ALL_GATHER:
-            value, dim, glue = _gathered(wait, ranks)
-            return Site(kind, node, wait, group_name, rank, ranks, value, dim, source, glue)
-        reduce_op = node.args[1]
-        if reduce_op not in ("sum", "avg"):
-            return LeftAlone(node, f"its reduce op is {reduce_op!r}: partial results are only summed", ranks)
-        if kind is Kind.ALL_REDUCE:
-            dims = [d for d, size in enumerate(shape_of(source)) if size and size % ranks == 0]
-            if not dims:
-                return LeftAlone(node, f"no dim of {list(shape_of(source))} divides by the {ranks} ranks", ranks)
-            first, *rest = dims
-            averages = reduce_op == "avg"
-            return Site(kind, node, wait, group_name, rank, ranks, source, first, wait, (), averages, tuple(rest))
-        value, dim, glue = _scattered(source, ranks)
-        return Site(kind, node, wait, group_name, rank, ranks, value, dim, wait, glue, reduce_op == "avg")
+        shape_of(ends.wait)
+        return _BY_KIND[kind](ends)
     except NotSeparable as reason:
         return LeftAlone(node, str(reason), ranks)
+
+
+def _all_gather(ends: Site) -> Site:
+    value, dim, glue = _gathered(ends.wait, ends.ranks)
+    return replace(ends, value=value, dim=dim, glue=glue)
+
+
+def _reduce_scatter(ends: Site) -> Site:
+    value, dim, glue = _scattered(ends.shard, ends.ranks)
+    return replace(ends, value=value, dim=dim, shard=ends.wait, glue=glue, averages=_averages(ends))
+
+
+def _all_reduce(ends: Site) -> Site:
+    value, ranks = ends.shard, ends.ranks
+    dims = [dim for dim, size in enumerate(shape_of(value)) if size and size % ranks == 0]
+    if not dims:
+        raise NotSeparable(f"no dim of {list(shape_of(value))} divides by the {ranks} ranks")
+    along = [replace(ends, value=value, dim=dim, shard=ends.wait, averages=_averages(ends)) for dim in dims]
+    return replace(along[0], alternatives=tuple(along[1:]))
+
+
+def _averages(ends: Site) -> bool:
+    reduce_op = ends.collective.args[1]
+    if reduce_op not in ("sum", "avg"):
+        raise NotSeparable(f"its reduce op is {reduce_op!r}: partial results are only summed")
+    return reduce_op == "avg"
+
+
+def _all_to_all(ends: Site) -> Site:
+    """From the side on which it arrives; as an alternative from the side on which it leaves."""
+    source, result = ends.shard, ends.wait
+    gather_dim = shard_dim = 0
+    if _is_shard_dim_alltoall(ends.collective):
+        gather_dim, shard_dim = (
+            dim % len(shape_of(source)) for dim in ends.collective.args[1:3] if isinstance(dim, int)
+        )
+    else:
+        even = [shape_of(source)[0] // ends.ranks] * ends.ranks
+        if list(ends.collective.args[1]) != even or list(ends.collective.args[2]) != even:  # type: ignore[arg-type]
+            raise NotSeparable("its splits are not equal, known numbers: slices have one size")
+    for node, dim in ((source, shard_dim), (result, gather_dim)):
+        if shape_of(node)[dim] % ends.ranks or shape_of(node)[dim] == 0:
+            raise NotSeparable(f"dim {dim} of {list(shape_of(node))} does not divide by the {ends.ranks} ranks")
+    leaving = replace(ends, kind=Kind.ALL_TO_ALL_OUT, value=source, dim=shard_dim, shard=result, peer_dim=gather_dim)
+    return replace(ends, value=result, dim=gather_dim, peer_dim=shard_dim, alternatives=(leaving,))
+
+
+def _is_shard_dim_alltoall(node: Node) -> bool:
+    """DTensor's all-to-all between two dims."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_dtensor"
+
+
+_BY_KIND = {
+    Kind.ALL_GATHER: _all_gather,
+    Kind.REDUCE_SCATTER: _reduce_scatter,
+    Kind.ALL_REDUCE: _all_reduce,
+    Kind.ALL_TO_ALL: _all_to_all,
+}
 
 
 def _gathered(wait: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:

@@ -28,6 +28,12 @@ def all_reduce(x: Tensor, group: str = "0", op: str = "sum") -> Tensor:
     return c10d.wait_tensor(c10d.all_reduce(x, op, group))
 
 
+def all_to_all(x: Tensor, ranks: int, group: str = "0") -> Tensor:
+    """Block i of dim 0 goes to rank i, and that of rank i comes into its place."""
+    splits = [x.shape[0] // ranks] * ranks
+    return c10d.wait_tensor(c10d.all_to_all_single(x.contiguous(), splits, splits, group))
+
+
 def capture(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The ATen graph of a function, with fake tensors in its meta, views as reshapes: as after post-grad passes."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fo_compiler.passes.sites import is_collective
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
-from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
+from tests.graphs import all_gather, all_reduce, all_to_all, c10d, capture, reduce_scatter
 from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, tensors
 
 
@@ -156,3 +157,84 @@ def test_all_ranks_hold_the_same_bits_after_an_all_reduce() -> None:
     graphs = [rewrite_for_rank(gm, Options(rewrite="always"), world.transport(rank))[0] for rank in range(4)]
     first, *others = run_ranks(lambda rank: graphs[rank], inputs, world)
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_an_all_to_all_before_a_matmul_is_cut_by_where_it_comes_from(m: int) -> None:
+    inputs = on_each_rank(3, (12, 4), (4, 5))
+    gm = capture(lambda x, w: all_to_all(x, 3) @ w, inputs[0])
+    (record,) = assert_equivalent(gm, inputs, Options(rewrite="always", slices_per_rank=m)).records
+    assert record.schedule == ("direct" if m == 1 else "direct x2")
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_matmul_before_an_all_to_all_is_cut_by_where_it_goes(m: int) -> None:
+    inputs = on_each_rank(3, (12, 4), (4, 5))
+    gm = capture(lambda x, w: torch.tanh(all_to_all(x @ w, 3)), inputs[0])
+    (record,) = assert_equivalent(gm, inputs, Options(rewrite="always", slices_per_rank=m)).records
+    assert record.region == ("mm",)
+
+
+def test_ulysses_around_attention() -> None:
+    """q, k, v projections -> all-to-all (sequence to heads) -> attention -> all-to-all back -> output projection."""
+    ranks, batch, seq, heads, width = 2, 2, 3, 4, 2
+
+    def to_heads(x: Tensor) -> Tensor:  # [B, S / R, H, E] -> [B, S, H / R, E]
+        blocks = x.reshape(batch, seq, ranks, heads // ranks, width).permute(2, 0, 1, 3, 4)
+        blocks = all_to_all(blocks, ranks)
+        return blocks.permute(1, 0, 2, 3, 4).reshape(batch, seq * ranks, heads // ranks, width)
+
+    def to_sequence(x: Tensor) -> Tensor:  # [B, S, H / R, E] -> [B, S / R, H, E]
+        blocks = x.reshape(batch, ranks, seq, heads // ranks, width).permute(1, 0, 2, 3, 4)
+        blocks = all_to_all(blocks, ranks)
+        return blocks.permute(1, 2, 0, 3, 4).reshape(batch, seq, heads, width)
+
+    def ulysses(x: Tensor, *weights: Tensor) -> Tensor:
+        q, k, v = (to_heads((x @ w).reshape(batch, seq, heads, width)).transpose(1, 2) for w in weights[:3])
+        attended = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        return to_sequence(attended.transpose(1, 2)).reshape(batch, seq, heads * width) @ weights[3]
+
+    square = (heads * width, heads * width)
+    inputs = on_each_rank(ranks, (batch, seq, heads * width), square, square, square, square)
+    records = assert_equivalent(capture(ulysses, inputs[0]), inputs, rtol=1e-10, atol=1e-10).records
+    assert [record.rewritten for record in records] == [True] * 4, records
+
+
+def test_uneven_splits_are_left_alone_with_the_reason() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return c10d.wait_tensor(c10d.all_to_all_single(x, [1, 3], [1, 3], "0")) @ w
+
+    gm = capture(f, tensors((4, 6), (6, 5)))
+    (record,) = rewrite_for_rank(gm, Options(rewrite="always"), LocalWorld(2).transport(0))[1].records
+    assert "splits are not equal" in record.reason
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """A process group named "0" of two ranks that talk to nobody: the op's fake kernel asks for its size."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("gather_dim", "shard_dim"), [(0, 1), (1, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize("m", [1, 2])
+def test_the_all_to_all_of_dtensor_between_any_two_dims(
+    fake_group: None, gather_dim: int, shard_dim: int, m: int
+) -> None:
+    import torch.distributed.tensor  # registers the op
+
+    def exchanged(x: Tensor) -> Tensor:
+        return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, "0")
+
+    width = {0: 4, 1: 4, 2: 4}
+    width[gather_dim] *= 2
+    width[shard_dim] //= 2
+    inputs = on_each_rank(2, (4, 4, 4), (4, 4), (width[2], 3))
+    for function in (lambda x, w, v: exchanged(x) @ v, lambda x, w, v: torch.tanh(exchanged(x @ w))):
+        options = Options(rewrite="always", slices_per_rank=m)
+        (record,) = assert_equivalent(capture(function, inputs[0]), inputs, options).records
+        assert record.rewritten, record
