@@ -73,15 +73,16 @@ class World:
             if process.is_alive():
                 process.kill()
                 process.join()
+        if self._workers:
+            self._meeting_place.cleanup()
         self._workers = []
 
     def _start(self) -> None:
         if self._workers:
             return
         context = multiprocessing.get_context("spawn")
-        handle, path = tempfile.mkstemp(prefix="fo_rendezvous_")
-        os.close(handle)
-        os.unlink(path)
+        self._meeting_place = tempfile.TemporaryDirectory(prefix="fo_rendezvous_")
+        path = f"{self._meeting_place.name}/store"
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.ranks, path, self.cache_dir, theirs), daemon=True)
