@@ -64,6 +64,11 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     return timeout
 
 
+def coalesces(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a send and a receive of this group have to be posted as one (ProcessGroup._get_backend, 2.11 to 2.14)."""
+    return bool(group._get_backend(device).supports_coalescing)
+
+
 def group_members() -> dict[str, list[int]]:
     """Name -> global ranks of every process group that this process is in (distributed_c10d._world, 2.11 to 2.14)."""
     import torch.distributed as dist

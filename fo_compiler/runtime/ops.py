@@ -11,8 +11,6 @@ and no copy is made. Nothing is mutated, as far as the graph can see.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
@@ -30,30 +28,28 @@ _LIBRARY.define(
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 _LIBRARY.define("announce(Tensor(a) anchor, str records) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 
-_pending: dict[int, tuple[Transfer, str]] = {}  # address of the receive buffer's storage -> its transfer
-_pending_lock = threading.Lock()
+# Address of the receive buffer's storage -> its transfer. Threads add and take items of their own: a dict needs no lock.
+_pending: dict[int, tuple[Transfer, str]] = {}
 
 
 def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
-    # Never without memory, so that the address of an empty buffer is its own, too.
-    memory = torch.empty(max(send.numel(), 1), dtype=send.dtype, device=send.device)
-    recv = memory[: send.numel()].view(send.shape)
+    recv = torch.empty(send.shape, dtype=send.dtype, device=send.device)
+    if not recv.numel():  # never without memory, so that the address of an empty buffer is its own, too
+        recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(send.shape)
     try:
         transfer = current_transport().post(
             group_name,
-            (send.contiguous(), dst) if dst >= 0 else None,
+            (send if send.is_contiguous() else send.contiguous(), dst) if dst >= 0 else None,
             (recv, src) if src >= 0 else None,
         )
     except RuntimeError as error:
         raise _failure("could not be started", label, error) from error
-    with _pending_lock:
-        _pending[_address(recv)] = (transfer, label)
+    _pending[_address(recv)] = (transfer, label)
     return recv
 
 
 def _wait(recv: Tensor, sent: Tensor) -> Tensor:
-    with _pending_lock:
-        entry = _pending.pop(_address(recv), None)
+    entry = _pending.pop(_address(recv), None)
     if entry is None:
         raise TransferError(
             f"waited for a transfer that is not pending (a tensor of shape {tuple(recv.shape)}): "
@@ -64,7 +60,7 @@ def _wait(recv: Tensor, sent: Tensor) -> Tensor:
         transfer.wait()
     except RuntimeError as error:
         raise _failure("failed", label, error) from error
-    return _alias(recv)
+    return recv.detach()  # an alias, made with the least overhead
 
 
 def _address(recv: Tensor) -> int:
@@ -100,8 +96,7 @@ def _alias(tensor: Tensor, *_: object) -> Tensor:
 
 def pending_transfers() -> list[str]:
     """Labels of the transfers in flight, for tests and for reports: empty between steps."""
-    with _pending_lock:
-        return [label for _, label in _pending.values()]
+    return [label for _, label in list(_pending.values())]
 
 
 _LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")

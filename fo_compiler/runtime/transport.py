@@ -6,15 +6,18 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_adapter import group_store, group_timeout, prefixed, resolve_process_group
+from ..torch_adapter import coalesces, group_store, group_timeout, prefixed, resolve_process_group
 from .agreement import Agreements, compare
 
 # Messages of ours carry this tag, so that they never meet a user's own send or receive (NCCL has no tags).
@@ -54,11 +57,65 @@ class _C10dTransfer:
         self._sent = None
 
 
+class _Sender:
+    """A thread that posts sends: where the receiver waits already, posting one copies the message into the socket.
+
+    That is a millisecond for 2 MB, which the rank's own work need not wait for. One thread, so that messages keep their
+    order; made when it is first needed, and again in a forked child.
+    """
+
+    def __init__(self) -> None:
+        self._process = 0
+        self._queue: queue.SimpleQueue[_Posting] = queue.SimpleQueue()
+
+    def post(self, posting: _Posting) -> None:
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._queue = queue.SimpleQueue()
+            threading.Thread(target=_post_all, args=(self._queue,), name="fo_compiler sends", daemon=True).start()
+        self._queue.put(posting)
+
+
+class _Posting:
+    """A transfer whose send is posted by the thread."""
+
+    def __init__(self, group: dist.ProcessGroup, send: tuple[Tensor, int], received: list[dist.Work]) -> None:
+        self._group = group
+        self._send: tuple[Tensor, int] | None = send  # alive until the work is done, whatever the caller does
+        self._works = received
+        self._failure: BaseException | None = None
+        self._posted = threading.Lock()
+        self._posted.acquire()
+
+    def run(self) -> None:
+        assert self._send is not None
+        try:
+            self._works.append(self._group.send([self._send[0]], self._send[1], MESSAGE_TAG))
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._posted.release()
+
+    def wait(self) -> None:
+        with self._posted:
+            if self._failure is not None:
+                raise self._failure
+            for work in self._works:
+                work.wait()
+            self._send = None
+
+
+def _post_all(postings: queue.SimpleQueue[_Posting]) -> None:
+    while True:
+        postings.get().run()
+
+
 class C10dTransport:
     """Point-to-point transfers of the process group's own backend."""
 
     def __init__(self) -> None:
         self.agreements = Agreements()
+        self._sender = _Sender()
 
     def agree(self, group_name: str, decisions: list[list[str]]) -> None:
         group = resolve_process_group(group_name)
@@ -84,12 +141,23 @@ class C10dTransport:
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         group = resolve_process_group(group_name)
+        if not coalesces(group, (send or recv or _NOTHING)[0].device):
+            # Straight to the process group, in half the time of the functions that check and batch.
+            received = [group.recv([recv[0]], recv[1], MESSAGE_TAG)] if recv is not None else []
+            if send is None:
+                return _C10dTransfer(received, None)
+            posting = _Posting(group, send, received)
+            self._sender.post(posting)
+            return posting
         # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
         ops = [
             dist.P2POp(op, tensor, group=group, tag=MESSAGE_TAG, group_peer=peer)
             for op, (tensor, peer) in _directions(send, recv)
         ]
         return _C10dTransfer(dist.batch_isend_irecv(ops), send and send[0])
+
+
+_NOTHING = (torch.empty(0), -1)
 
 
 def _directions(

@@ -45,8 +45,71 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[FakeWork]:
 
     monkeypatch.setattr(dist, "batch_isend_irecv", batch_isend_irecv)
     # As NCCL, which needs a send and a receive in one batch.
-    monkeypatch.setattr("fo_compiler.runtime.transport.coalesces", lambda *_: True, raising=False)
+    monkeypatch.setattr("fo_compiler.runtime.transport.coalesces", lambda *_: True)
     return seen
+
+
+class FakeGroup:
+    """A group that needs no batches. Sends fail where `failure` is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self.threads: set[int] = set()
+        self.failure: Exception | None = None
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
+        self.threads.add(threading.get_ident())
+        if self.failure:
+            raise self.failure
+        self.calls.append(("send", rank, tag))
+        return FakeWork([])
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
+        self.calls.append(("recv", rank, tag))
+        return FakeWork([])
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
+    made = FakeGroup()
+    monkeypatch.setattr(transport, "resolve_process_group", lambda name: made)
+    monkeypatch.setattr(transport, "coalesces", lambda group, device: False)
+    return made
+
+
+def test_without_batches_the_receive_is_posted_first_and_the_send_by_another_thread(group: FakeGroup) -> None:
+    c10d = C10dTransport()
+    for rank in range(20):
+        c10d.post("0", (torch.ones(2), rank), (torch.empty(2), rank)).wait()
+    assert [rank for kind, rank, _ in group.calls if kind == "send"] == list(range(20))
+    assert group.calls[0][0] == "recv"
+    assert {tag for *_, tag in group.calls} == {MESSAGE_TAG}
+    assert len(group.threads) == 1
+    assert threading.get_ident() not in group.threads
+
+
+def test_a_receive_alone_needs_no_thread(group: FakeGroup) -> None:
+    C10dTransport().post("0", None, (torch.empty(2), 1)).wait()
+    assert group.calls == [("recv", 1, MESSAGE_TAG)]
+
+
+def test_a_send_that_cannot_be_posted_fails_where_it_is_awaited(group: FakeGroup) -> None:
+    group.failure = RuntimeError("no route")
+    transfer = C10dTransport().post("0", (torch.ones(2), 1), None)
+    with pytest.raises(RuntimeError, match="no route"):
+        transfer.wait()
+
+
+def test_a_tensor_sent_by_the_thread_lives_until_the_transfer_is_awaited(group: FakeGroup) -> None:
+    sent = torch.ones(2)
+    watch: weakref.ref[Tensor] = weakref.ref(sent)
+    transfer = C10dTransport().post("0", (sent, 0), None)
+    del sent
+    gc.collect()
+    assert watch() is not None
+    transfer.wait()
+    gc.collect()
+    assert watch() is None
 
 
 def test_c10d_is_the_transport_unless_a_thread_says_otherwise() -> None:
