@@ -22,13 +22,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,15 +35,14 @@ if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.regions import COMPUTES, KINDS, Case, ways
-from benchmarks.world import World, shaping_here, synchronized
-
+from benchmarks.world import World, shaping_here, synchronized, undisturbed
 from fo_compiler.calibration import Calibrator, LinkFit, network_of
 from fo_compiler.records import record
 from fo_compiler.schedule import Kind
 from fo_compiler.schedule.bound import Bound, lower_bound
 from fo_compiler.schedule.choose import DEFAULT_SLICES_PER_RANK
 from fo_compiler.schedule.machine import Machine
-from fo_compiler.schedule.matmul import Measured, MatmulPoint
+from fo_compiler.schedule.matmul import MatmulPoint, Measured
 from fo_compiler.schedule.network import Matrix, Network
 from fo_compiler.schedule.simulate import RegionCost
 
@@ -56,28 +53,6 @@ Times = dict[str, list[float]]
 
 
 # --- on the ranks ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def undisturbed(case_is_standin: bool) -> Iterator[None]:
-    """Let nothing else run on the cores while the stand-in sleeps and bytes move, where this is allowed (root).
-
-    Not with real matmuls: they would keep the transport's threads from running.
-    """
-    threads = [int(name) for name in os.listdir("/proc/self/task")] if case_is_standin else []
-    try:
-        for thread in threads:
-            os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
-    except (PermissionError, ProcessLookupError):
-        pass
-    try:
-        yield
-    finally:
-        for thread in threads:
-            try:
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-            except (PermissionError, ProcessLookupError):
-                pass
 
 
 def measure_links(case: Case, alike: bool) -> dict[tuple[int, int], LinkFit]:
@@ -167,7 +142,9 @@ def measure(world: World, case: Case, options: dict[str, Any], repeats: int, ali
 
 def slowest(of_ranks: list[Times]) -> Times:
     """Each turn lasts as long as its slowest rank does."""
-    return {name: [max(turn) for turn in zip(*(times[name] for times in of_ranks), strict=True)] for name in of_ranks[0]}
+    return {
+        name: [max(turn) for turn in zip(*(times[name] for times in of_ranks), strict=True)] for name in of_ranks[0]
+    }
 
 
 def summary(times: Times, case: Case, network: Network) -> dict[str, Any]:
@@ -271,7 +248,9 @@ def sweep(
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--kind", choices=KINDS, action="append", help="may be given twice; default: both in a sweep")
-    made.add_argument("--ranks", type=int, action="append", help="may be repeated in a sweep; default: 4; 2, 4, 8 in a sweep")
+    made.add_argument(
+        "--ranks", type=int, action="append", help="may be repeated in a sweep; default: 4; 2, 4, 8 in a sweep"
+    )
     made.add_argument("--rate", default="1gbit", help="of each uplink")
     made.add_argument("--slow-rank", type=int, default=None, help="a rank whose uplink is slower")
     made.add_argument("--slow-factor", type=float, default=0.5, help="by how much")
@@ -319,4 +298,3 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-

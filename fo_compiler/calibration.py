@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from .runtime.transport import C10dTransport, Transfer
 from .schedule.machine import Machine
-from .schedule.matmul import Measured, dtype_name
 from .schedule.matmul import MatmulPoint as Point
+from .schedule.matmul import Measured, dtype_name
 from .schedule.network import Matrix, Network, Uniform
+
+T = TypeVar("T")
 
 LINK_SIZES = (4_096, 65_536, 524_288, 2_097_152)  # bytes
 MATMUL_SHAPES = tuple(
@@ -87,18 +89,14 @@ def network_of(links: dict[tuple[int, int], LinkFit], ranks: int, full_duplex: b
         return Uniform(latency, statistics.median(speeds), full_duplex=full_duplex)
 
     def table(value: Callable[[LinkFit], float], diagonal: float) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            tuple(value(links[a, b]) if a != b else diagonal for b in range(ranks)) for a in range(ranks)
-        )
+        return tuple(tuple(value(links[a, b]) if a != b else diagonal for b in range(ranks)) for a in range(ranks))
 
     return Matrix(
         table(lambda fit: fit.latency_us, 0.0), table(lambda fit: fit.bandwidth_GBps, max(speeds)), (), full_duplex
     )
 
 
-def slowdowns(
-    compute_us: float, transfer_us: float, computed_us: float, total_us: float
-) -> tuple[float, float]:
+def slowdowns(compute_us: float, transfer_us: float, computed_us: float, total_us: float) -> tuple[float, float]:
     """How much compute and a transfer slow each other down, from one longer transfer that runs under some compute.
 
     `compute_us` and `transfer_us` are each alone; together the compute took `computed_us` and all of it `total_us`.
@@ -125,7 +123,9 @@ class Calibrator:
         self.group_name = dist.group.WORLD.group_name
         self.transport = C10dTransport()
 
-    def links(self, sizes: Sequence[int] = LINK_SIZES, shifts: Sequence[int] | None = None) -> dict[tuple[int, int], LinkFit]:
+    def links(
+        self, sizes: Sequence[int] = LINK_SIZES, shifts: Sequence[int] | None = None
+    ) -> dict[tuple[int, int], LinkFit]:
         """Fits of the links from each rank to the rank `shift` above, all of one shift at the same time."""
         links: dict[tuple[int, int], LinkFit] = {}
         for shift in range(1, self.ranks) if shifts is None else shifts:
@@ -302,9 +302,7 @@ class Calibrator:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _gathered(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values
-
-

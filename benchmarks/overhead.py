@@ -1,0 +1,173 @@
+"""What the product itself costs: host time of its ops, and its share of a compile.
+
+python benchmarks/overhead.py             both
+python benchmarks/overhead.py --layers 2  one size of model only
+
+Ops: microseconds of a small message between 2 gloo ranks on loopback, ours against torch's; a loop of many, median. Part of
+each figure is the message itself, so the host's part is shown apart: posting, and waiting for what is there already.
+
+Compile: seconds of a whole forward and backward compile of examples/llama.py on the fake process group (4 ranks, tensor
+parallel), caches off, and what of it is spent in our pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.world import World, undisturbed
+
+SMALL = 256  # floats
+RANKS = 4  # of the fake group
+
+
+def median_us(once: Callable[[], Any], repeats: int = 300) -> float:
+    import torch.distributed as dist
+
+    for _ in range(20):
+        once()
+    times = []
+    dist.barrier()
+    with undisturbed():
+        for _ in range(repeats):
+            start = time.perf_counter()
+            once()
+            times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def measure_ops() -> dict[str, float]:
+    """Microseconds of each way to move a small message on this rank."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as funcol
+
+    from fo_compiler.runtime import ops
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    assert group is not None
+    name = group.group_name
+    sent, received = torch.ones(SMALL), torch.empty(SMALL)
+    above, below = (rank + 1) % ranks, (rank - 1) % ranks
+
+    def ours() -> None:
+        ops.wait(ops.exchange(sent, above, below, name, "overhead"), sent)
+
+    def pairs() -> None:
+        batch = [dist.P2POp(dist.isend, sent, above), dist.P2POp(dist.irecv, received, below)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+    gathered = torch.empty(SMALL * ranks)
+    scattered = torch.empty(SMALL // ranks)
+    result = {
+        "exchange + wait (ours)": median_us(ours),
+        "batch_isend_irecv + wait": median_us(pairs),
+        "all_gather_into_tensor": median_us(lambda: dist.all_gather_into_tensor(gathered, sent)),
+        "reduce_scatter_tensor": median_us(lambda: dist.reduce_scatter_tensor(scattered, sent)),
+        "functional all_gather + wait": median_us(lambda: funcol.wait_tensor(funcol.all_gather_tensor(sent, 0, group))),
+    }
+    posting, waiting = [], []
+    with undisturbed():
+        for _ in range(100):
+            dist.barrier()
+            start = time.perf_counter()
+            buffer = ops.exchange(sent, above, below, name, "overhead")
+            posted = time.perf_counter()
+            time.sleep(0.001)
+            before = time.perf_counter()
+            ops.wait(buffer, sent)
+            posting.append((posted - start) * 1e6)
+            waiting.append((time.perf_counter() - before) * 1e6)
+    result["of which: exchange"] = statistics.median(posting)
+    result["of which: wait for what is there"] = statistics.median(waiting)
+    return result
+
+
+def measure_compile(layers: int) -> dict[str, float]:
+    """Seconds of a compile of a `layers`-layer Llama, and of our pass within it; on one process, in a fake group."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    import llama
+
+    from fo_compiler import FlashOverlapPass
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    mesh = init_device_mesh("cpu", (RANKS,))
+    config = replace(llama.LlamaConfig(), n_layers=layers)
+    seconds: dict[str, float] = {}
+    spent = [0.0]
+    call = FlashOverlapPass.__call__
+
+    def timed(self: Any, graph: Any) -> None:
+        start = time.perf_counter()
+        call(self, graph)
+        spent[0] += time.perf_counter() - start
+
+    FlashOverlapPass.__call__ = timed  # type: ignore[method-assign]
+    try:
+        for backend in ("inductor", "flashoverlap"):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            model = llama.apply_tensor_parallel(llama.Llama(config), mesh)
+            options: dict[str, Any] = {"force_disable_caches": True}
+            if backend == "flashoverlap":
+                options |= {"rewrite": "always"}
+            compiled = torch.compile(model, backend=backend, options=options)
+            tokens = torch.zeros(4, 128, dtype=torch.int64)
+            start = time.perf_counter()
+            compiled(tokens).float().sum().backward()
+            seconds[backend] = time.perf_counter() - start
+    finally:
+        FlashOverlapPass.__call__ = call  # type: ignore[method-assign]
+    return {
+        "layers": layers,
+        "inductor_s": round(seconds["inductor"], 2),
+        "flashoverlap_s": round(seconds["flashoverlap"], 2),
+        "our_pass_s": round(spent[0], 3),
+        "share": round(spent[0] / seconds["flashoverlap"], 4),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, action="append", help="default: 2 and 8")
+    parser.add_argument("--ops-only", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    result: dict[str, Any] = {}
+    with World(2, None) as world:
+        of_ranks = world.run(measure_ops)
+    result["ops_us"] = {name: round(max(r[name] for r in of_ranks), 1) for name in of_ranks[0]}
+    for name, us in result["ops_us"].items():
+        print(f"{name:36}{us:8.1f} us", flush=True)
+    result["compile"] = []
+    for layers in () if args.ops_only else args.layers or (2, 8):
+        with World(1, None) as world:
+            row = world.run(measure_compile, layers)[0]
+        result["compile"].append(row)
+        print(json.dumps(row), flush=True)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
