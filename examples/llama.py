@@ -1,8 +1,8 @@
 """A small Llama-style decoder and its tensor-parallel plan: the model that the examples and the tests train.
 
 Public PyTorch only: `parallelize_module` turns the projections into column- and row-wise shards over one mesh axis,
-and the residual stream between them into sequence shards, so every block is
-*all-gather -> matmuls* twice and *matmul -> reduce-scatter* twice.
+and the residual stream between them into sequence shards, so every block is *all-gather -> matmuls* twice and
+*matmul -> reduce-scatter* twice; without sequence parallel it is *matmul -> all-reduce* twice.
 """
 
 from __future__ import annotations
@@ -127,36 +127,34 @@ class Llama(nn.Module):
         return x
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Shard `model` in place over the one-axis `mesh`: tensor parallel with sequence parallel between the blocks.
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool = True) -> Llama:
+    """Shard `model` in place over the one-axis `mesh`.
 
-    The head counts, `hidden_dim`, `vocab_size` and the sequence length must divide by the mesh's size.
+    With `sequence_parallel` the residual stream between the blocks is sharded along the sequence (all-gathers and
+    reduce-scatters), else every rank holds all of it (all-reduces). The head counts, `hidden_dim`, `vocab_size` and, with
+    `sequence_parallel`, the sequence length must divide by the mesh's size.
     """
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
+    stream = Shard(1) if sequence_parallel else Replicate()
+    gathers = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+    top = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "output": ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+    }
+    block = {
+        "attention": gathers,
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+        "feed_forward": gathers,
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=stream),
+        "feed_forward.w3": ColwiseParallel(),
+    }
+    if sequence_parallel:
+        top["norm"] = SequenceParallel()
+        block |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    parallelize_module(model, mesh, top)
     for layer in model.layers:
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                "attention_norm": SequenceParallel(),
-                "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-                "attention.wq": ColwiseParallel(),
-                "attention.wk": ColwiseParallel(),
-                "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-                "ffn_norm": SequenceParallel(),
-                "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-                "feed_forward.w1": ColwiseParallel(),
-                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-                "feed_forward.w3": ColwiseParallel(),
-            },
-        )
+        parallelize_module(layer, mesh, block)
     return model

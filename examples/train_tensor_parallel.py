@@ -51,12 +51,18 @@ def text_batches(steps: int, batch: int, seq_len: int) -> list[tuple[Tensor, Ten
     return batches
 
 
-def train(backend: str, config: LlamaConfig, batches: list[tuple[Tensor, Tensor]], options: dict[str, Any]) -> Run:
+def train(
+    backend: str,
+    config: LlamaConfig,
+    batches: list[tuple[Tensor, Tensor]],
+    options: dict[str, Any],
+    sequence_parallel: bool = True,
+) -> Run:
     """Train from the same seed as every other run; returns its losses and times."""
     torch.compiler.reset()
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = apply_tensor_parallel(Llama(config), mesh)
+    model = apply_tensor_parallel(Llama(config), mesh, sequence_parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     compiled = torch.compile(model, backend=backend, options=options or None)
     run = Run(backend, [], [], 0.0)
@@ -89,6 +95,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--no-sequence-parallel", action="store_true", help="all-reduces instead")
     parser.add_argument("--schedule", default="auto", help="force a schedule family: ring or direct")
     parser.add_argument("--slices-per-rank", type=int, default=None)
     parser.add_argument(
@@ -108,7 +115,8 @@ def main() -> int:
         "the first step of each run compiles"
     )
 
-    plain = train("inductor", config, batches, {})
+    sequence_parallel = not args.no_sequence_parallel
+    plain = train("inductor", config, batches, {}, sequence_parallel)
     options: dict[str, Any] = {
         "rewrite": args.rewrite,
         "schedule": args.schedule,
@@ -116,7 +124,7 @@ def main() -> int:
         "dump_dir": str(args.dump_dir),
     }
     with fo_compiler.record() as report:
-        ours = train("flashoverlap", config, batches, options)
+        ours = train("flashoverlap", config, batches, options, sequence_parallel)
 
     difference = max(abs(a - b) / abs(b) for a, b in zip(ours.losses, plain.losses, strict=True))
     agrees = difference <= args.tolerance

@@ -4,7 +4,7 @@
 
 Data dependencies alone do not say that a transfer starts before the matmul that it hides under, nor that it is awaited
 after it; and ranks that issued the transfers of one pair in different orders would wait for each other forever. So
-every pinned node runs after the one before it, and so do the collectives that are left alone. Pointwise nodes stay
+every pinned node runs after the one before it, and so do the collectives that are left alone. The first is `announce`. Pointwise nodes stay
 free to be fused.
 """
 
@@ -12,19 +12,24 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
+from ..runtime import ops
 from ..torch_adapter import run_after
 from .sites import is_collective
 
 
 def is_pinned(node: Node) -> bool:
     place = node.meta.get("fo")
-    return (place is not None and place.pinned) or is_collective(node)
+    return (place is not None and place.pinned) or is_collective(node) or node.target is ops.announce
 
 
-def pin_order(graph: Graph) -> None:
-    """Chain the pinned nodes in graph order."""
+def pin_order(graph: Graph, everything: bool = True) -> None:
+    """Chain the pinned nodes in graph order; without `everything` only the first two: the ranks agree, then they talk.
+
+    A graph in which nothing was rewritten keeps all other freedom.
+    """
     previous: Node | None = None
-    for node in [node for node in graph.nodes if is_pinned(node)]:
+    pinned = [node for node in graph.nodes if is_pinned(node)]
+    for node in pinned if everything else pinned[:2]:
         if previous is not None and previous not in node.all_input_nodes:
             node = run_after(node, (previous,))
         previous = node

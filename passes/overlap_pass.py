@@ -108,8 +108,8 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     verify_graph(graph, outputs_before, taken_out)
     if dump is not None:
         dump.finish(graph, [(r.tag, r.schedule, r.region.site.rank) for r in done], published)
-    if done and pin:
-        pin_order(graph)
+    if pin:
+        pin_order(graph, everything=bool(done))
     trace_artifact(f"fo_compiler_{which}_records", lambda: format_table(published.records))
     publish(published)
     return published
@@ -163,19 +163,16 @@ def _describe(site: Site) -> str:
 
 
 def _announce(graph: Graph, published: GraphRecords) -> None:
-    """Let the graph carry its records, in front of what the first transfer or collective sends."""
-    first = next((n for n in graph.nodes if n.target is ops.exchange or (is_collective(n) and n.all_input_nodes)), None)
-    if first is None:
-        return
-    anchor = first.all_input_nodes[0]
-    if not isinstance(anchor.meta.get("val"), torch.Tensor):
-        return
-    with graph.inserting_before(first):
+    """Let the graph carry its records, in an op that runs before its first transfer or collective.
+
+    The op stands by itself. It must not hand a tensor on: an alias of what a collective sends is one more name for
+    memory that Inductor may let the collective write to.
+    """
+    tensors = (node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    anchor = next(tensors)
+    with graph.inserting_after(anchor if anchor.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]):
         node = graph.create_node("call_function", ops.announce, (anchor, published.to_payload()), name="fo_records")
-    node.meta["val"] = torch.ops.aten.alias.default(anchor.meta["val"])
-    readers = [first, *(first.users if first.target is ops.exchange else ())]  # a wait names what was sent, too
-    for reader in readers:
-        reader.replace_input_with(anchor, node)
+    node.meta["val"] = ops.announce(anchor.meta["val"], "")
 
 
 def _global_rank() -> int:

@@ -2,7 +2,7 @@
 
     recv = fo_compiler::exchange(send, dst, src, group, label)   post a send and a receive together; returns at once
     data = fo_compiler::wait(recv, send)                         wait for both; `data` is `recv`, now filled
-    same = fo_compiler::announce(tensor, records)                the first time: publish the records, compare ranks
+    done = fo_compiler::announce(tensor, records)                the first time: publish the records, compare ranks
 
 `wait` takes the sent tensor too: it stays a live value of the graph until the transfer is done, so that no compiler
 reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on the wait,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from ..errors import TransferError
 from ..records import GraphRecords, payload_key, publish_payload
@@ -26,7 +27,8 @@ _LIBRARY.define(
     tags=(torch.Tag.flexible_layout,),
 )
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
-_LIBRARY.define("announce(Tensor(a) anchor, str records) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
+# Its result says that it ran; it only takes a tensor to know the device.
+_LIBRARY.define("announce(Tensor anchor, str records) -> Tensor", tags=(torch.Tag.flexible_layout,))
 
 # Address of the receive buffer's storage -> its transfer. Threads add and take items of their own: a dict needs no lock.
 _pending: dict[int, tuple[Transfer, str]] = {}
@@ -86,7 +88,11 @@ def _announce(anchor: Tensor, records: str) -> Tensor:
         if graph.agreement != "off":
             for group_name, of_group in groups_of(graph).items():
                 transport.agree(group_name, decisions(of_group))
-    return _alias(anchor)
+    return _announce_fake(anchor, records)
+
+
+def _announce_fake(anchor: Tensor, records: str) -> Tensor:
+    return torch.empty(1, dtype=torch.uint8, device=anchor.device)
 
 
 def _alias(tensor: Tensor, *_: object) -> Tensor:
@@ -104,8 +110,9 @@ _LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
 _LIBRARY.impl("announce", _announce, "CompositeExplicitAutograd")
 torch.library.register_fake("fo_compiler::exchange", _exchange_fake, lib=_LIBRARY)
 torch.library.register_fake("fo_compiler::wait", _alias, lib=_LIBRARY)
-torch.library.register_fake("fo_compiler::announce", _alias, lib=_LIBRARY)
+torch.library.register_fake("fo_compiler::announce", _announce_fake, lib=_LIBRARY)
 
 exchange = torch.ops.fo_compiler.exchange.default
 wait = torch.ops.fo_compiler.wait.default
 announce = torch.ops.fo_compiler.announce.default
+has_side_effect(announce)  # nobody reads its result
