@@ -53,6 +53,12 @@ class Calibration:
     notes: tuple[str, ...] = ()
 
     @property
+    def points(self) -> tuple[Point, ...]:
+        """The measured matmuls."""
+        assert isinstance(self.machine.matmul, Measured)
+        return self.machine.matmul.points
+
+    @property
     def median_error(self) -> float:
         return statistics.median(fit.median_error for fit in self.links.values()) if self.links else 0.0
 

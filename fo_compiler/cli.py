@@ -11,6 +11,8 @@ from .errors import FlashOverlapError
 
 # Each module in fo_compiler/commands/ has `add_arguments(parser)` and `run(args) -> int` (the exit status).
 COMMANDS = {
+    "calibrate": "measure links, matmuls and contention on the real process group, and write a machine file",
+    "env": "versions, devices and effective options, for a bug report",
     "plan": "predict the schedule of a region on a machine: timeline, times, lower bound and why",
 }
 

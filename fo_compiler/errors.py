@@ -29,6 +29,10 @@ class OptionError(FlashOverlapError, ValueError):
         return cls(f"option {name!r}: expected {expected}, got {got!r}.")
 
 
+class CommandError(FlashOverlapError):
+    """A `fo-compiler` command was called in a way in which it cannot work."""
+
+
 class ScheduleError(FlashOverlapError):
     """A schedule breaks one of its invariants (`schedule.verify`). A bug in the family that built it."""
 
