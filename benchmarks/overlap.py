@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,24 +225,19 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def sweep(
-    ranks: int, rate: str, slow_rank: int | None, kinds: Iterable[str], ratios: Iterable[float], args: argparse.Namespace,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:  # fmt: skip
-    """All ratios of communication to compute on one network: the rate stays, the compute changes."""
-    shaping, line = shaping_here(rate, slow_rank, args.slow_factor)
+def sweep(ranks: int, args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """All ratios of communication to compute on one network: the links stay, the compute changes."""
+    shaping, line = shaping_here(args.rate, args.slow_rank, args.slow_factor)
     say(f"{ranks} ranks, {line}")
-    rows = []
+    slowest_bits = min(map(shaping.bits_per_second, range(ranks))) if shaping else 8e9
+    comm_ms = (ranks - 1) * args.slice_mb * 2**20 * 8 / slowest_bits * 1e3
     with World(ranks, shaping) as world:
-        for kind in kinds:
-            for ratio in ratios:
-                slowest_bits = min(map(shaping.bits_per_second, range(ranks))) if shaping else 8e9
-                comm_ms = (ranks - 1) * args.slice_mb * 2**20 * 8 / slowest_bits * 1e3
+        for kind in args.kind or KINDS:
+            for ratio in args.ratio or RATIOS:
                 case = Case(kind, ranks, args.slice_mb, comm_ms / ratio / ranks)
-                row = measure(world, case, {}, args.repeats, slow_rank is None)
-                rows.append({"links": line, **row})
+                row = {"links": line, **measure(world, case, {}, args.repeats, args.slow_rank is None)}
                 say(table([row]).splitlines()[-1])
-    return rows
+                yield row
 
 
 def parser() -> argparse.ArgumentParser:
@@ -278,12 +273,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.sweep:
         rows: list[dict[str, Any]] = []
         for ranks in args.ranks or (2, 4, 8):
-            rows += sweep(ranks, args.rate, args.slow_rank, args.kind or KINDS, args.ratio or RATIOS, args, say)
-        text = json.dumps(rows, indent=1) + "\n"
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(text)
-        print(text if args.json else table(rows))
+            for row in sweep(ranks, args, say):
+                rows.append(row)
+                if args.out:  # what is measured is not lost when the run is ended
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        print(json.dumps(rows, indent=1) if args.json else table(rows))
         return 0
     kind, ranks = (args.kind or ["all_gather"])[0], (args.ranks or [4])[0]
     shaping, line = shaping_here(args.rate, args.slow_rank, args.slow_factor)

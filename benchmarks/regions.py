@@ -147,7 +147,7 @@ def ways(case: Case, machine: str, options: dict[str, Any]) -> dict[str, Way]:
         else (lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole))
     )
     return {
-        "serial": lambda: region(x),
+        "serial": lambda: funcol.wait_tensor(region(x)),
         "inductor": lambda: inductor(x),
         **{f"sliced_{chunks}": _bind(sliced, region, x, chunks) for chunks in CHUNKS},
         "overlap": lambda: ours(x),
