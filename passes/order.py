@@ -4,8 +4,8 @@
 
 Data dependencies alone do not say that a transfer starts before the matmul that it hides under, nor that it is awaited
 after it; and ranks that issued the transfers of one pair in different orders would wait for each other forever. So
-every pinned node runs after the one before it, and so do the collectives that are left alone. The first is `announce`. Pointwise nodes stay
-free to be fused.
+every pinned node runs after the one before it: `announce`, what a schedule orders, and the collectives that are left
+alone. Pointwise nodes stay free to be fused.
 """
 
 from __future__ import annotations

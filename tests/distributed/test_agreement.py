@@ -7,6 +7,8 @@ import pytest
 from . import agreement_checks as checks
 from .harness import World
 
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
 
 @pytest.fixture
 def two(tmp_path):
@@ -26,7 +28,6 @@ def test_another_option_on_one_rank_makes_both_plain_where_asked(two: World) -> 
     assert two.run(checks.other_option_on_rank_1, "plain") == ["ok (8, 5)"] * 2
 
 
-@pytest.mark.slow
 def test_another_length_on_one_rank_ends_both_within_the_time_out(two: World) -> None:
     first, second = two.run(checks.other_length_on_rank_1_at_step_3, timeout_s=100)
     assert first.startswith("step 3: TransferError")

@@ -16,7 +16,7 @@ from fo_compiler import Record
 from tests.distributed import checks
 from tests.distributed.harness import RankFailed, World
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 Worlds = Callable[[int], World]
 
 if not dist.is_gloo_available():
@@ -70,7 +70,6 @@ def test_the_model_trains_as_under_plain_inductor_for_fifty_steps(world: Worlds)
     assert rewritten(records) > 0
 
 
-@pytest.mark.slow
 def test_the_model_trains_with_direct_transfers_and_two_slices_a_rank(world: Worlds) -> None:
     records = agreed(
         world(2).run(partial(checks.model_trains_as_under_plain_inductor, "direct", 2, steps=50, kernels=True))
@@ -78,10 +77,17 @@ def test_the_model_trains_with_direct_transfers_and_two_slices_a_rank(world: Wor
     assert {record.schedule for record in records if record.schedule} >= {"direct x2"}
 
 
-@pytest.mark.slow
 def test_every_gather_and_scatter_dim_with_generated_kernels(world: Worlds) -> None:
     records = agreed(world(2).run(partial(checks.every_dim, "direct", 2, (2, 3), kernels=True)))
     assert rewritten(records) >= 8
+
+
+def test_all_reduces_train_as_under_plain_inductor(world: Worlds) -> None:
+    left = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "never")))
+    assert rewritten(left) == 0
+    done = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "always")))
+    assert rewritten(done) >= 5
+    assert any(not record.rewritten for record in done), "that of the embedding has no matmul"
 
 
 # --- the cache ------------------------------------------------------------------------------------------------------
@@ -113,13 +119,11 @@ def test_a_shared_cache_gives_right_values_and_records_when_cold_and_when_warm(t
 # --- three ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_every_gather_and_scatter_dim_of_three_ranks(world: Worlds) -> None:
     records = agreed(world(3).run(checks.every_dim, "direct", 1))
     assert rewritten(records) >= 15
 
 
-@pytest.mark.slow
 def test_the_model_trains_on_three_ranks(world: Worlds) -> None:
     records = agreed(world(3).run(checks.model_trains_as_under_plain_inductor, "ring", 2))
     assert rewritten(records) > 0
@@ -128,33 +132,28 @@ def test_the_model_trains_on_three_ranks(world: Worlds) -> None:
 # --- four ranks -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_sixteen_bit_results_are_no_less_exact(world: Worlds) -> None:
     records = agreed(world(4).run(checks.sixteen_bits))
     assert rewritten(records) == len(records) == 6
 
 
-@pytest.mark.slow
 def test_both_axes_of_a_mesh_in_one_graph(world: Worlds) -> None:
     records = agreed(world(4).run(checks.both_axes_of_a_mesh))
     assert rewritten(records) == len(records) == 8
     assert {record.group_size for record in records} == {2}
 
 
-@pytest.mark.slow
 def test_every_gather_and_scatter_dim_of_four_ranks(world: Worlds) -> None:
     records = agreed(world(4).run(checks.every_dim, "ring", 1))
     assert rewritten(records) >= 15
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "schedule"), [(0, "ring"), (1, "direct")])
 def test_the_model_trains_on_either_axis_of_a_mesh(world: Worlds, axis: int, schedule: str) -> None:
     records = agreed(world(4).run(partial(checks.model_trains_as_under_plain_inductor, schedule, 1, axis=axis)))
     assert {record.group_size for record in records} == {2}
 
 
-@pytest.mark.slow
 def test_the_model_trains_on_four_ranks(world: Worlds) -> None:
     records = agreed(world(4).run(checks.model_trains_as_under_plain_inductor, "direct", 1))
     assert {record.group_size for record in records} == {4}
