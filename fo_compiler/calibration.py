@@ -150,7 +150,7 @@ class Calibrator:
         above, below = (self.rank + shift) % self.ranks, (self.rank - shift) % self.ranks
         sends = both or self.rank % 2 == 0
         receives = both or below % 2 == 0
-        in_a_row = max(1, min(20, 1_000_000 // max(size_bytes, 1)))  # so that a late start of a peer matters less
+        in_a_row = max(3, min(20, 1_000_000 // max(size_bytes, 1)))  # so that a late start or a burst matters less
 
         def once() -> None:
             for _ in range(in_a_row):

@@ -1,0 +1,216 @@
+"""Is anything slower under our backend than under plain Inductor, where it may choose?
+
+python benchmarks/never_slower.py --count 100 --minutes 15
+
+Many small regions (tiny to large M, K, N; both kinds; real float32 matmuls) on 2 gloo ranks over loopback, each doing what
+`options={"machine": FILE}` decides, FILE being calibrated at the start of the run. Every region is compiled by plain Inductor, by
+ours as it decides (auto), and by ours with rewrite="always", to see whether leaving it alone was right. Then they take turns,
+and Inductor twice in each turn: the ratio of those two is the noise. The ratio that counts is
+
+    speed-up = time under plain Inductor / time under ours        (medians; above 1 is faster)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+if __name__ == "__main__" and not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.world import World
+
+Shape = tuple[str, int, int, int]  # kind, M, K, N of the whole matmul
+WRONG = 0.05  # a decision is wrong if the other one would have been this much faster, beyond the noise
+SIZES_M = (32, 128, 512, 2048, 8192)
+SIZES_KN = (32, 128, 256, 512, 1024, 2048)
+
+
+def shapes(count: int, seed: int = 0) -> list[Shape]:
+    """`count` different regions, none of which takes more than about 0.2 s."""
+    every = [
+        (kind, m, k, n)
+        for kind in ("all_gather", "reduce_scatter")
+        for m in SIZES_M
+        for k in SIZES_KN
+        for n in SIZES_KN
+        if 2.0 * m * k * n < 4e9 and m * max(k, n) * 4 <= 32e6
+    ]
+    return Random(seed).sample(every, min(count, len(every)))
+
+
+def calibrate(path: str) -> None:
+    import torch.distributed as dist
+
+    from fo_compiler.calibration import Calibrator
+
+    calibration = Calibrator(repeats=5).machine("calibrated in this run")
+    if dist.get_rank() == 0:
+        calibration.machine.save(path)
+
+
+def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, Any]:
+    """Times of one region on this rank, by turn."""
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from benchmarks.regions import all_gather, reduce_scatter
+    from fo_compiler.records import record
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    kind, m, k, n = shape
+    group = dist.group.WORLD
+    assert group is not None
+    ranks = dist.get_world_size()
+    w = torch.randn(k, n)
+
+    def gather(x: Tensor) -> Tensor:
+        return torch.mm(all_gather(x, 0, group), w)
+
+    def scatter(x: Tensor) -> Tensor:
+        result: Tensor = reduce_scatter(torch.mm(x, w), "sum", 0, group)
+        return result
+
+    region = gather if kind == "all_gather" else scatter
+    x = torch.randn(m // ranks if kind == "all_gather" else m, k)
+    torch.compiler.reset()
+    options: dict[str, Any] = {"machine": machine} if machine else {}
+    ways = {
+        "inductor": torch.compile(region, backend="inductor"),
+        "auto": torch.compile(region, backend="flashoverlap", options=options or None),
+        "always": torch.compile(region, backend="flashoverlap", options={**options, "rewrite": "always"}),
+    }
+    with record() as report:
+        for way in ways.values():
+            way(x)
+    automatic, always = (r for r in [*report.records, *report.records[-1:]][:2])
+    ways = {"inductor": ways["inductor"], "auto": ways["auto"], "again": ways["inductor"], "always": ways["always"]}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    start = time.perf_counter()
+    for way in ways.values():
+        way(x)
+    once_ms = torch.tensor((time.perf_counter() - start) * 1e3)
+    dist.all_reduce(once_ms, dist.ReduceOp.MAX)
+    turns = int(min(60, max(9, budget_ms / once_ms.item())))
+    gc.collect()
+    gc.disable()
+    names = list(ways)
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            start = time.perf_counter()
+            ways[name](x)
+            times[name].append((time.perf_counter() - start) * 1e3)
+    gc.enable()
+    return {
+        "times": times,
+        "rewritten": automatic.rewritten,
+        "schedule": always.schedule,
+        "reason": automatic.reason,
+    }
+
+
+def judge(shape: Shape, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians, speed-ups, and whether the decision was right."""
+    times = {
+        name: [max(turn) for turn in zip(*(rank["times"][name] for rank in of_ranks), strict=True)]
+        for name in of_ranks[0]["times"]
+    }
+    median = {name: statistics.median(values) for name, values in times.items()}
+    plain = statistics.median(times["inductor"] + times["again"])
+    noise = abs(median["inductor"] / median["again"] - 1)
+    rewritten = of_ranks[0]["rewritten"]
+    always = plain / median["always"]
+    ours = plain / median["auto"]
+    wrong = ""
+    if rewritten and ours < 1 - WRONG - noise:
+        wrong = "rewritten, and slower"
+    elif not rewritten and always > 1 + WRONG + noise:
+        wrong = "left alone, and would be faster"
+    return {
+        "shape": list(shape),
+        "inductor_ms": round(plain, 3),
+        "auto_ms": round(median["auto"], 3),
+        "always_ms": round(median["always"], 3),
+        "speedup": round(ours, 4),
+        "speedup_always": round(always, 4),
+        "noise": round(noise, 4),
+        "rewritten": rewritten,
+        "schedule": of_ranks[0]["schedule"],
+        "wrong": wrong,
+        "reason": of_ranks[0]["reason"],
+    }
+
+
+def conclusion(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the sweep says. Percentiles are of all regions."""
+    speedups = sorted(row["speedup"] for row in rows)
+    noises = sorted(row["noise"] for row in rows)
+    return {
+        "regions": len(rows),
+        "rewritten": sum(row["rewritten"] for row in rows),
+        "worst": speedups[0],
+        "percentile_5": speedups[int(0.05 * len(speedups))],
+        "median": statistics.median(speedups),
+        "best": speedups[-1],
+        "noise_median": statistics.median(noises),
+        "noise_percentile_95": noises[min(len(noises) - 1, int(0.95 * len(noises)))],
+        "noise_worst": noises[-1],
+        "slower_beyond_noise": sum(row["speedup"] < 0.98 - row["noise"] for row in rows),
+        "wrong_rewritten": sum(row["wrong"].startswith("rewritten") for row in rows),
+        "wrong_left_alone": sum(row["wrong"].startswith("left") for row in rows),
+        "median_speedup_always": statistics.median(row["speedup_always"] for row in rows),
+    }
+
+
+def run(count: int, minutes: float, preset: str | None, budget_ms: float) -> Iterator[dict[str, Any]]:
+    end = time.monotonic() + minutes * 60
+    with World(2, None, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
+        machine = preset or f"{directory}/machine.json"
+        if preset is None:
+            world.run(calibrate, machine)
+            print(Path(machine).read_text(), file=sys.stderr)
+        for shape in shapes(count):
+            if time.monotonic() > end:
+                break
+            yield judge(shape, world.run(measure, shape, machine, budget_ms))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100, help="regions to measure")
+    parser.add_argument("--minutes", type=float, default=15.0, help="stop after this long")
+    parser.add_argument("--machine", help="a preset or file instead of a calibration in the run")
+    parser.add_argument("--budget-ms", type=float, default=1500.0, help="for the turns of one region, about")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    for row in run(args.count, args.minutes, args.machine, args.budget_ms):
+        rows.append(row)
+        flag = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
+        print(
+            f"{len(rows):4} {row['shape']!s:38} inductor {row['inductor_ms']:9.3f} ms  auto {row['speedup']:.3f}"
+            f"  always {row['speedup_always']:.3f} ({row['schedule']})  noise {row['noise']:.3f}"
+            f"  {'rewritten' if row['rewritten'] else 'left alone'}{flag}",
+            flush=True,
+        )
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps({"conclusion": conclusion(rows), "regions": rows}, indent=1) + "\n")
+    print(json.dumps(conclusion(rows), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

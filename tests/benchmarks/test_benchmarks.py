@@ -1,0 +1,124 @@
+"""The benchmarks: what they parse and compute, and one short unshaped run of each kind."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from benchmarks import network, never_slower, overlap
+from benchmarks.network import Shaping, parse_rate
+from benchmarks.regions import Case
+from fo_compiler.schedule.network import Uniform
+
+KEYS = {"serial_ms", "inductor_ms", "sliced_ms", "overlap_ms", "compute_ms", "comm_ms", "bound_ms", "hidden"}
+CASE = Case("all_gather", 4, slice_mb=2, slice_ms=25)
+
+
+@pytest.mark.parametrize(("text", "bits"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("500mbit", 5e8), ("64kbit", 64e3)])
+def test_rates_are_read_as_tc_writes_them(text: str, bits: float) -> None:
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "1", "fast", "1gbps", "-1gbit", "0mbit"])
+def test_a_wrong_rate_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="500mbit" if text != "fast" else "fast"):
+        parse_rate(text)
+
+
+def test_a_slow_rank_has_part_of_the_rate() -> None:
+    shaping = Shaping("1gbit", slow_rank=2, slow_factor=0.25)
+    assert [shaping.bits_per_second(rank) for rank in range(4)] == [1e9, 1e9, 0.25e9, 1e9]
+
+
+def test_every_rank_has_an_address_of_its_own() -> None:
+    assert len({network.address(rank) for rank in range(16)}) == 16
+
+
+def test_a_case_moves_the_bytes_it_says() -> None:
+    assert CASE.slice_bytes == 2 * 2**20
+    m, k, _ = CASE.shape
+    assert m * k * 4 == 4 * CASE.slice_bytes
+
+
+def test_the_bound_is_compute_where_the_link_is_fast_and_the_link_where_it_is_slow() -> None:
+    fast = overlap.bound_of(CASE, 100e3, Uniform(0.0, 100.0))
+    assert fast.us == pytest.approx(100e3)
+    slow = overlap.bound_of(CASE, 100e3, Uniform(0.0, 0.01))
+    assert slow.us == pytest.approx(3 * CASE.slice_bytes / 10 + 100e3 / 32)  # the last of 8 slices a rank is computed
+
+
+def test_a_turn_lasts_as_long_as_its_slowest_rank() -> None:
+    assert overlap.slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 5.0]}
+
+
+def test_the_summary_has_the_promised_keys_and_the_hidden_share() -> None:
+    names = ["serial", "inductor", "sliced_2", "sliced_4", "sliced_8", "overlap", "compute", "collective", "transfers"]
+    values = [160.0, 160.0, 130.0, 126.0, 128.0, 103.0, 100.0, 60.0, 57.0]
+    row = overlap.summary(
+        {name: [value] * 3 for name, value in zip(names, values, strict=True)}, CASE, Uniform(0.0, 1.0)
+    )
+    assert set(row) >= KEYS
+    assert row["hidden"] == pytest.approx(1 - 3 / 57, abs=1e-3)
+    assert (row["sliced_ms"], row["sliced_in"], row["comm_ms"]) == (126.0, 4, 57.0)
+
+
+def test_the_table_has_a_column_for_the_bound() -> None:
+    row = {"kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None}
+    row |= dict.fromkeys(overlap.COLUMNS, 1.0)
+    head, _, body = overlap.table([row]).splitlines()
+    assert "bound" in head
+    assert "left alone" in body
+
+
+def test_shapes_are_different_and_reproducible() -> None:
+    chosen = never_slower.shapes(100)
+    assert len(set(chosen)) == 100
+    assert chosen == never_slower.shapes(100)
+    assert {kind for kind, *_ in chosen} == {"all_gather", "reduce_scatter"}
+
+
+def ran(auto: float, always: float, rewritten: bool) -> list[dict[str, object]]:
+    times = {"inductor": [10.0] * 3, "again": [10.0] * 3, "auto": [auto] * 3, "always": [always] * 3}
+    return [{"times": times, "rewritten": rewritten, "schedule": "ring", "reason": ""}] * 2
+
+
+@pytest.mark.parametrize(
+    ("auto", "always", "rewritten", "wrong"),
+    [
+        (10.0, 12.0, False, ""),
+        (10.0, 8.0, False, "left alone, and would be faster"),
+        (8.0, 8.0, True, ""),
+        (12.0, 12.0, True, "rewritten, and slower"),
+    ],
+)
+def test_a_decision_is_wrong_if_the_other_one_is_faster(
+    auto: float, always: float, rewritten: bool, wrong: str
+) -> None:
+    row = never_slower.judge(("all_gather", 1, 1, 1), ran(auto, always, rewritten))
+    assert row["wrong"] == wrong
+    assert row["speedup"] == pytest.approx(10 / auto, abs=1e-4)
+
+
+def test_the_conclusion_counts_what_was_wrong() -> None:
+    rows = [never_slower.judge(("all_gather", 1, 1, 1), ran(auto, 10.0, True)) for auto in [8.0] * 19 + [12.0]]
+    found = never_slower.conclusion(rows)
+    assert (found["regions"], found["rewritten"], found["wrong_rewritten"]) == (20, 20, 1)
+    assert found["worst"] < found["percentile_5"] == statistics.median(row["speedup"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_an_unshaped_run_prints_the_promised_figures(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "why_unshaped", lambda: "a test")
+    monkeypatch.setattr("benchmarks.world.why_unshaped", lambda: "a test")
+    options = ["--kind", kind, "--ranks", "2", "--slice-mb", "0.25", "--slice-ms", "5", "--repeats", "2", "--json"]
+    assert overlap.main(options) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert set(row) >= KEYS
+    assert "unshaped" in row["links"]
+    assert row["compute_ms"] >= 10
+    assert row["overlap_ms"] >= row["compute_ms"] * 0.95
