@@ -3,6 +3,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 RANKS ?= 2
+WORKERS ?= 2
 BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1
 
@@ -25,10 +26,10 @@ demo: .venv/ready  ## train a tensor-parallel Llama with plain Inductor and with
 	$(RUN) $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_tensor_parallel.py $(ARGS)
 
 test: .venv/ready  ## run all tests (under 15 minutes on 2 cores)
-	$(RUN) $(BIN)/python -m pytest
+	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 quick: .venv/ready  ## run the fast tests (under 90 seconds)
-	$(RUN) FO_TEST_EXAMPLES=80 $(BIN)/python -m pytest -m "not slow"
+	$(RUN) FO_TEST_EXAMPLES=50 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 lint: .venv/ready  ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -163,6 +163,7 @@ def test_options_of_inductor_are_handed_on_and_do_not_stay() -> None:
     assert len(report.rewritten) == 1
 
 
+@pytest.mark.slow
 def test_a_mode_is_handed_on() -> None:
     observer = Observer()
     with config.patch(post_grad_custom_pre_pass=observer):

@@ -82,7 +82,8 @@ CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] =
 def test_every_row_of_the_table_has_a_case() -> None:
     import operator
 
-    assert set(RULES) - {operator.getitem} <= set(CASES), set(RULES) - set(CASES)
+    rows = {op for op in RULES if str(op) not in registered}
+    assert rows - {operator.getitem} <= set(CASES), rows - set(CASES)
 
 
 def run_slice(node: Node, split: Split, values: dict[Node, Tensor], j: int) -> object:
