@@ -54,7 +54,7 @@ def calibrate(path: str) -> None:
 
     from fo_compiler.calibration import Calibrator
 
-    calibration = Calibrator(repeats=5).machine("calibrated in this run")
+    calibration = Calibrator(repeats=7).machine("calibrated in this run")
     if dist.get_rank() == 0:
         calibration.machine.save(path)
 
@@ -99,7 +99,7 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     times: dict[str, list[float]] = {name: [] for name in ways}
     start = time.perf_counter()
     for way in ways.values():
-        way(x)
+        way(x)  # warms up, and says how often there is time for
     once_ms = torch.tensor((time.perf_counter() - start) * 1e3)
     dist.all_reduce(once_ms, dist.ReduceOp.MAX)
     turns = int(min(60, max(9, budget_ms / once_ms.item())))

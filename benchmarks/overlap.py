@@ -65,18 +65,15 @@ def measure_links(case: Case, alike: bool) -> dict[tuple[int, int], LinkFit]:
 
 def measure_compute(case: Case) -> tuple[float, list[MatmulPoint], tuple[float, float]]:
     """Time of 16 columns of the matmul on one slice; its points for the machine; contention with transfers."""
+    import torch
+
     calibrator = Calibrator(repeats=5)
     m, k, n = case.shape
     points = []
     for slices in (1, case.ranks, 2 * case.ranks, 4 * case.ranks, 8 * case.ranks):
-        points.append(MatmulPoint(m // slices, k, n, "fp32", calibrator.matmul_us(m // slices, k, n, torch_float32())))
+        us = calibrator.matmul_us(m // slices, k, n, torch.float32)
+        points.append(MatmulPoint(m // slices, k, n, "fp32", us))
     return points[1].time_us, points, calibrator.contention(4 * case.slice_bytes)
-
-
-def torch_float32() -> Any:
-    import torch
-
-    return torch.float32
 
 
 def run_ways(case: Case, machine: str, options: dict[str, Any], repeats: int) -> tuple[Times, dict[str, Any]]:

@@ -146,7 +146,8 @@ def sleep_until(moment: float) -> None:
 def undisturbed(wanted: bool = True) -> Iterator[None]:
     """Let other programs wait while this one measures, where this is allowed (root).
 
-    Not for real matmuls: they would keep the transport's threads off their core.
+    All threads alike: gloo's polls for a lock that another one holds, and would not let a lesser one go on. Not for real matmuls,
+    which would keep the transport from its work.
     """
     if wanted:
         _schedule(os.SCHED_RR, 1)
