@@ -105,9 +105,10 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     turns = int(min(60, max(9, budget_ms / once_ms.item())))
     gc.collect()
     gc.disable()
-    names = list(ways)
-    for turn in range(turns):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    names, random = list(ways), Random(0)  # the same on all ranks
+    for _ in range(turns):
+        random.shuffle(names)  # what ran before leaves its traces in caches and allocators
+        for name in names:
             dist.barrier()
             start = time.perf_counter()
             ways[name](x)
