@@ -146,7 +146,7 @@ def _handle(
     region, schedule = decision.region, decision.schedule
     if schedule is None:
         return left_alone(decision.reason)
-    verify(schedule)
+    _verify_once(schedule)
     tag = f"{_SHORT[region.site.kind]}{number}"
     matmuls = tuple(node.name for node in region.matmuls)
     site = region.site
@@ -155,6 +155,9 @@ def _handle(
     described = schedule.describe()
     record = Record(which, name, site.ranks, True, described, matmuls, decision.reason, group, tensor)
     return record, Rewritten(tag, region, schedule)
+
+
+_verify_once = lru_cache(maxsize=1024)(verify)  # the layers of a model share their schedules
 
 
 def _describe(site: Site) -> str:

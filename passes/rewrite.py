@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -99,15 +98,11 @@ class _Writer:
                     self._accumulate(slice_, self.received.pop(step))
                 case Store(slice_, step):
                     self.sums[slice_] = self.received.pop(step)
-        results = {node: self._join(node) for node in self.pieces if node not in self._summed}
+        results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
         results.update(self.totals)
         if not self.region.is_gather:
             results[self.site.wait] = self._summed_result() if self._reduces else self._exchanged_result()
         return results
-
-    @property
-    def _summed(self) -> set[Node]:
-        return {node for node in self.region.members if node not in self.region.cuts}
 
     @property
     def _reduces(self) -> bool:
@@ -371,7 +366,7 @@ def _undone_reshape(args: tuple[Any, ...]) -> Node | None:
     """The node that already has this shape, where a reshape changes nothing or undoes another one."""
     source, shape = args[0], tuple(args[1])
     while isinstance(source, Node):
-        if shape_of(source) == shape and prod(shape) == prod(shape_of(args[0])):
+        if shape_of(source) == shape:
             return source
         if source.target is not aten.reshape.default:
             return None
