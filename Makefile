@@ -8,7 +8,7 @@ BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick lint format bench env-report clean
+.PHONY: help venv demo test quick nightly lint format bench env-report clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -29,7 +29,10 @@ test: .venv/ready  ## run all tests (under 15 minutes on 2 cores)
 	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 quick: .venv/ready  ## run the fast tests (under 90 seconds)
-	$(RUN) FO_TEST_EXAMPLES=50 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(RUN) FO_TEST_EXAMPLES=50 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not nightly"
+
+nightly: .venv/ready  ## run what takes minutes to hours: long fuzzing, soak
+	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 0 -m nightly
 
 lint: .venv/ready  ## check format, style and types
 	$(BIN)/ruff format --check .
