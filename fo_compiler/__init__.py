@@ -2,6 +2,11 @@
 
     torch.compile(model, backend="flashoverlap")
 
+or, around code that calls torch.compile itself,
+
+    with fo_compiler.installed():
+        train()
+
 Importing this package is cheap; names load on first use.
 """
 
@@ -13,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .errors import AgreementError, FlashOverlapError, OptionError, TransferError
     from .explain import explain
+    from .install import installed
     from .options import Options
     from .passes.overlap_pass import FlashOverlapPass
     from .passes.rules import register_rule
@@ -30,6 +36,7 @@ _HOMES = {
     "Report": "records",
     "TransferError": "errors",
     "explain": "explain",
+    "installed": "install",
     "record": "records",
     "register_rule": "passes.rules",
 }
@@ -43,6 +50,7 @@ __all__ = [
     "Report",
     "TransferError",
     "explain",
+    "installed",
     "record",
     "register_rule",
 ]

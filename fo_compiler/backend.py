@@ -52,12 +52,28 @@ def flashoverlap(
 
 
 def _compile(gm: fx.GraphModule, example_inputs: list[Any], patches: Mapping[str, Any], ours: Options) -> Compiled:
+    return compile_with_inductor(gm, example_inputs, with_our_pass(patches, ours))
+
+
+def with_our_pass(patches: Mapping[str, Any], ours: Options) -> dict[str, Any]:
+    """Configuration of a compile that has our pass once, behind the custom passes of the user."""
     from .passes.overlap_pass import FlashOverlapPass
 
-    others = as_pass_list(patches[_POST_PASS]) if _POST_PASS in patches else configured_post_passes()
-    others = [other for other in others if not isinstance(other, FlashOverlapPass)]
-    passes = FlashOverlapPass(ours, before=tuple(others))
-    return compile_with_inductor(gm, example_inputs, {**patches, _POST_PASS: passes})
+    others: list[Callable[[fx.Graph], None]] = []
+    for other in _post_passes(patches):
+        others.extend(other.before if isinstance(other, FlashOverlapPass) else [other])
+    return {**patches, _POST_PASS: FlashOverlapPass(ours, before=tuple(others))}
+
+
+def has_our_pass(patches: Mapping[str, Any]) -> bool:
+    """Whether a compile with this configuration runs our pass already."""
+    from .passes.overlap_pass import FlashOverlapPass
+
+    return any(isinstance(other, FlashOverlapPass) for other in _post_passes(patches))
+
+
+def _post_passes(patches: Mapping[str, Any]) -> list[Callable[[fx.Graph], None]]:
+    return as_pass_list(patches[_POST_PASS]) if _POST_PASS in patches else configured_post_passes()
 
 
 class _PlainIfRanksDiffer:

@@ -5,7 +5,11 @@ Supported: torch 2.11 to 2.14. Importing this module is cheap: Inductor is impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -122,6 +126,36 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, example_inputs, config_patches=dict(config_patches))  # type: ignore[return-value]
+
+
+@contextmanager
+def every_inductor_compile(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Inside the block, on every thread, a compile by Inductor gets the configuration that `change` makes of its own.
+
+    Each caller in torch looks compile_fx up in torch._inductor.compile_fx when it compiles (2.11 to 2.14). Inductor's
+    global configuration would not do: it belongs to a thread since 2.13, and a backward graph may be compiled on another
+    one, or after the block; configuration that came with the forward graph is kept for it.
+    """
+    module: Any = import_module("torch._inductor.compile_fx")
+    original = module.compile_fx
+    form = signature(original)
+    is_open = True
+
+    @wraps(original)
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        if not is_open:
+            return original(*args, **kwargs)
+        call = form.bind(*args, **kwargs)
+        call.arguments["config_patches"] = change(dict(call.arguments.get("config_patches") or {}))
+        return original(*call.args, **call.kwargs)
+
+    module.compile_fx = compile_fx
+    try:
+        yield
+    finally:
+        is_open = False
+        if module.compile_fx is compile_fx:  # else somebody has wrapped it in turn, and calls us: we only hand on
+            module.compile_fx = original
 
 
 def inductor_pass_class() -> type:
