@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from .errors import AgreementError
+from .errors import DecisionsDifferError
 from .options import Options, split_options
 from .schedule.presets import find_machine
 from .torch_adapter import (
@@ -88,7 +88,7 @@ class _PlainIfRanksDiffer:
             return self._compiled(*args)
         try:
             result = self._compiled(*args)
-        except AgreementError as error:
+        except DecisionsDifferError as error:
             log.warning("all ranks use the plain collectives for this graph: %s", error)
             self._compiled = self._compile_plain()
             result = self._compiled(*args)

@@ -65,5 +65,9 @@ class AgreementError(FlashOverlapError, RuntimeError):
     """Ranks of a group are about to run different schedules, or do not run the same graph."""
 
 
+class DecisionsDifferError(AgreementError):
+    """All ranks came, and know that they decided differently: none of them runs the graph."""
+
+
 class TorchVersionError(FlashOverlapError, ImportError):
     """The installed torch is outside the supported range."""

@@ -43,8 +43,9 @@ class Options:
     """Largest extra memory of one region's transfers, in MB (1e6 bytes); None: no limit."""
 
     agreement: str = "error"
-    """When ranks decided differently about a graph that is about to run first: `error` on every rank, `plain`: all use
-    the plain collectives instead (forward graphs of the backend), `off`: not compared."""
+    """When ranks decided differently about a graph that is about to run first: `error` on every rank; `plain`: all use the
+    plain collectives instead, in a graph that the backend calls itself, which is the forward of what is compiled (a backward
+    graph is called by autograd, and the pass alone calls none: there it is an error, too); `off`: not compared."""
 
     dump_dir: str | None = None
     """Directory for the graphs before and after, the drawings and the timelines of every compile; None: no dumps."""

@@ -45,14 +45,16 @@ class Record:
 
 @dataclass(frozen=True)
 class GraphRecords:
-    """The records of one graph; `key` is a digest of them, the same wherever they are published from.
+    """The records of one graph; `key` is a digest of all of it, the same wherever they are published from.
 
-    `agreement` is the option of that name: what happens when the ranks differ.
+    `agreement` is the option of that name: what happens when the ranks differ. `graph` tells graphs apart whose records are
+    the same.
     """
 
     records: tuple[Record, ...]
     agreement: str = "error"
-    key: str = ""
+    graph: str = ""
+    key: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         digest = hashlib.sha256(self._json().encode()).hexdigest()[:16]
@@ -60,7 +62,7 @@ class GraphRecords:
 
     def _json(self) -> str:
         rows = [asdict(record) for record in self.records]
-        return json.dumps({"agreement": self.agreement, "records": rows}, separators=(",", ":"))
+        return json.dumps({"agreement": self.agreement, "graph": self.graph, "records": rows}, separators=(",", ":"))
 
     def to_payload(self) -> str:
         """A string that a graph can carry: the key, then the records."""
@@ -70,7 +72,7 @@ class GraphRecords:
     def from_payload(cls, payload: str) -> GraphRecords:
         data = json.loads(payload.partition(" ")[2])
         records = tuple(Record(**{**row, "region": tuple(row["region"])}) for row in data["records"])
-        return cls(records, data["agreement"])
+        return cls(records, data["agreement"], data["graph"])
 
 
 @dataclass(eq=False)  # an open block is told from another one with equal records
@@ -162,7 +164,7 @@ def publish_payload(payload: str) -> None:
 def record() -> Iterator[Report]:
     """Collect the records of all that is compiled, or first runs out of a cache, inside the block.
 
-    Graphs with identical records appear once. A graph that was compiled before, and runs again inside the block,
+    A graph that is compiled twice appears once. A graph that was compiled before, and runs again inside the block,
     appears too.
     """
     report = Report()

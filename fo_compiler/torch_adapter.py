@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import fx
 
-from .errors import TorchVersionError
+from .errors import OptionError, TorchVersionError
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -97,10 +97,15 @@ def inductor_option_names() -> set[str]:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """Inductor's configuration for a torch.compile mode; raises RuntimeError, listing the modes, for an unknown one."""
+    """Inductor's configuration for a torch.compile mode; raises OptionError, listing the modes, for an unknown one."""
     import torch._inductor
 
-    return {} if mode in (None, "default") else dict(torch._inductor.list_mode_options(mode))
+    if mode is None or mode == "default":
+        return {}
+    modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    if not isinstance(mode, str) or mode not in modes:
+        raise OptionError.wrong("mode", f"one of {', '.join(map(repr, sorted(modes)))}, or None", mode)
+    return dict(modes[mode])
 
 
 def configured_post_passes() -> list[Callable[[fx.Graph], None]]:

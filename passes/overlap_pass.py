@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import fx
 from torch.fx import Graph, Node
 
 from ..dump import GraphDump
@@ -92,7 +93,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     if not collectives:
         return GraphRecords(())
     which = graph_kind(graph)
-    outputs_before = signature(graph)
+    outputs_before, digest = signature(graph), _graph_digest(graph)
     dump = GraphDump.open(options.dump_dir, which, _global_rank(), graph)
     records: list[Record] = []
     done: list[Rewritten] = []
@@ -103,7 +104,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
         taken_out[node.name] = rewritten is not None
         if rewritten is not None:
             done.append(rewritten)
-    published = GraphRecords(tuple(records), options.agreement)
+    published = GraphRecords(tuple(records), options.agreement, digest)
     _announce(graph, published)
     verify_graph(graph, outputs_before, taken_out)
     if dump is not None:
@@ -113,6 +114,17 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     trace_artifact(f"fo_compiler_{which}_records", lambda: format_table(published.records))
     publish(published)
     return published
+
+
+def _graph_digest(graph: Graph) -> str:
+    """Tells a graph from any other one, whatever its nodes are called."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+
+    def line(node: Node) -> str:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+        return f"{node.op} {node.target if node.op != 'placeholder' else ''} {args} {node.meta.get('val')}"
+
+    return hashlib.sha256("\n".join(map(line, graph.nodes)).encode()).hexdigest()[:16]
 
 
 def graph_kind(graph: Graph) -> str:

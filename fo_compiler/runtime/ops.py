@@ -11,13 +11,15 @@ and no copy is made. Nothing is mutated, as far as the graph can see.
 
 from __future__ import annotations
 
+import weakref
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from ..errors import TransferError
-from ..records import GraphRecords, payload_key, publish_payload
-from .agreement import decisions, groups_of
+from ..records import publish_payload
 from .transport import Transfer, current_transport
 
 _LIBRARY = torch.library.Library("fo_compiler", "DEF")
@@ -30,8 +32,18 @@ _LIBRARY.define("wait(Tensor(a) recv, Tensor sent) -> Tensor(a)", tags=(torch.Ta
 # Its result says that it ran; it only takes a tensor to know the device.
 _LIBRARY.define("announce(Tensor anchor, str records) -> Tensor", tags=(torch.Tag.flexible_layout,))
 
+
+class _InFlight(NamedTuple):
+    """A transfer, until it is awaited, or its receive buffer is no more: then the step has failed half-way."""
+
+    transfer: Transfer
+    label: str
+    group_name: str
+    buffer: weakref.ref[Tensor]  # drops this from the table, and so the transfer, before the memory is freed
+
+
 # Address of the receive buffer's storage -> its transfer. Threads add and take items of their own: a dict needs no lock.
-_pending: dict[int, tuple[Transfer, str]] = {}
+_pending: dict[int, _InFlight] = {}
 
 
 def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
@@ -45,8 +57,10 @@ def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> 
             (recv, src) if src >= 0 else None,
         )
     except RuntimeError as error:
-        raise _failure("could not be started", label, error) from error
-    _pending[_address(recv)] = (transfer, label)
+        raise _failure("could not be started", label, group_name, error) from error
+    address = _address(recv)
+    buffer = weakref.ref(recv, lambda _: _pending.pop(address, None))
+    _pending[address] = _InFlight(transfer, label, group_name, buffer)
     return recv
 
 
@@ -57,11 +71,10 @@ def _wait(recv: Tensor, sent: Tensor) -> Tensor:
             f"waited for a transfer that is not pending (a tensor of shape {tuple(recv.shape)}): "
             "either it was awaited twice, or its exchange did not run."
         )
-    transfer, label = entry
     try:
-        transfer.wait()
+        entry.transfer.wait()
     except RuntimeError as error:
-        raise _failure("failed", label, error) from error
+        raise _failure("failed", entry.label, entry.group_name, error) from error
     return recv.detach()  # an alias, made with the least overhead
 
 
@@ -69,9 +82,12 @@ def _address(recv: Tensor) -> int:
     return recv.untyped_storage().data_ptr()
 
 
-def _failure(what: str, label: str, cause: BaseException) -> TransferError:
+def _failure(what: str, label: str, group_name: str, cause: BaseException) -> TransferError:
+    transport = current_transport()
+    line = (str(cause).splitlines() or [type(cause).__name__])[0]
+    others = transport.agreements.report_failure(transport, group_name, f"transfer {what}: {label}")
     return TransferError(
-        f"transfer {what}: {label}. Cause: {cause}. A peer died, was too late for the process group's "
+        f"transfer {what}: {label}. Cause: {line}. {others} A peer died, was too late for the process group's "
         "timeout, or runs another program; look at the first error among the ranks."
     )
 
@@ -83,11 +99,7 @@ def _exchange_fake(send: Tensor, dst: int, src: int, group_name: str, label: str
 def _announce(anchor: Tensor, records: str) -> Tensor:
     publish_payload(records)
     transport = current_transport()
-    if transport.agreements.is_new(payload_key(records)):
-        graph = GraphRecords.from_payload(records)
-        if graph.agreement != "off":
-            for group_name, of_group in groups_of(graph).items():
-                transport.agree(group_name, decisions(of_group))
+    transport.begin(transport.agreements.before_run(transport, records))
     return _announce_fake(anchor, records)
 
 
@@ -102,7 +114,7 @@ def _alias(tensor: Tensor, *_: object) -> Tensor:
 
 def pending_transfers() -> list[str]:
     """Labels of the transfers in flight, for tests and for reports: empty between steps."""
-    return [label for _, label in list(_pending.values())]
+    return [entry.label for entry in list(_pending.values())]
 
 
 _LIBRARY.impl("exchange", _exchange, "CompositeExplicitAutograd")

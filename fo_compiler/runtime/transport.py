@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,10 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_adapter import coalesces, group_store, group_timeout, prefixed, resolve_process_group
-from .agreement import Agreements, compare
-
-# Messages of ours carry this tag, so that they never meet a user's own send or receive (NCCL has no tags).
-MESSAGE_TAG = 0xF0
+from .agreement import Agreements, Meeting
 
 
 class Transfer(Protocol):
@@ -36,25 +34,35 @@ class Transport(Protocol):
 
     agreements: Agreements
 
-    def agree(self, group_name: str, decisions: list[list[str]]) -> None:
-        """Compare decisions about a graph with the other ranks; raises AgreementError on all of them if they differ."""
-
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         """This rank's number in the group, and the number of ranks in it."""
+
+    def meeting(self, group_name: str) -> Meeting | None:
+        """Where the ranks of the group compare what they are about to run; None if there are no other ranks."""
+
+    def begin(self, group_names: Iterable[str]) -> None:
+        """A graph with transfers in these groups starts to run. All ranks of a group begin the same graphs in one order."""
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         """Start both directions together and return at once: (tensor, peer) each, or None."""
 
 
 class _C10dTransfer:
-    def __init__(self, works: list[dist.Work], sent: Tensor | None) -> None:
+    """Works of c10d: of the receive, and of the send or, where a thread posts it, its posting.
+
+    A receive must be forgotten before its buffer is: this object alone holds it, and goes first (runtime/ops.py).
+    """
+
+    def __init__(self, works: list[dist.Work], sending: _Posting | Tensor | None) -> None:
         self._works = works
-        self._sent = sent  # alive until the work is done, whatever the caller does
+        self._sending = sending  # keeps what is sent alive until the work is done, whatever the caller does
 
     def wait(self) -> None:
+        if isinstance(self._sending, _Posting):
+            self._works.append(self._sending.work())
         for work in self._works:
             work.wait()
-        self._sent = None
+        self._sending = None
 
 
 class _Sender:
@@ -77,37 +85,66 @@ class _Sender:
 
 
 class _Posting:
-    """A transfer whose send is posted by the thread."""
+    """A send that the thread posts."""
 
-    def __init__(self, group: dist.ProcessGroup, send: tuple[Tensor, int], received: list[dist.Work]) -> None:
-        self._group = group
-        self._send: tuple[Tensor, int] | None = send  # alive until the work is done, whatever the caller does
-        self._works = received
+    def __init__(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> None:
+        self._group, self._tensor, self._peer, self._tag = group, tensor, peer, tag
+        self._work: dist.Work | None = None
         self._failure: BaseException | None = None
         self._posted = threading.Lock()
         self._posted.acquire()
 
     def run(self) -> None:
-        assert self._send is not None
         try:
-            self._works.append(self._group.send([self._send[0]], self._send[1], MESSAGE_TAG))
+            self._work = self._group.send([self._tensor], self._peer, self._tag)
         except BaseException as failure:
             self._failure = failure
         finally:
             self._posted.release()
 
-    def wait(self) -> None:
+    def work(self) -> dist.Work:
+        """The work of the send, once it is posted; raises what the posting raised."""
         with self._posted:
             if self._failure is not None:
                 raise self._failure
-            for work in self._works:
-                work.wait()
-            self._send = None
+            assert self._work is not None
+            return self._work
 
 
 def _post_all(postings: queue.SimpleQueue[_Posting]) -> None:
     while True:
         postings.get().run()
+
+
+class _Run:
+    """The messages of one group in one run of a graph, and the tag that each of them carries.
+
+    A message is the k-th from a rank to another in the r-th run, on both ends. A step that failed half-way leaves
+    messages that nobody took: they must never be taken for those of a later step. The tag also keeps them from a user's
+    own sends and receives. NCCL has no tags.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.thread = 0
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+
+    def begin(self) -> None:
+        self.number += 1
+        self.thread = threading.get_ident()
+        self._sent.clear()
+        self._received.clear()
+
+    def send_tag(self, peer: int) -> int:
+        return self._tag(self._sent, peer)
+
+    def receive_tag(self, peer: int) -> int:
+        return self._tag(self._received, peer)
+
+    def _tag(self, counts: dict[int, int], peer: int) -> int:
+        count = counts[peer] = counts.get(peer, -1) + 1
+        return 1 << 30 | (self.number & 0x3FFF) << 16 | count & 0xFFFF
 
 
 class C10dTransport:
@@ -116,44 +153,41 @@ class C10dTransport:
     def __init__(self) -> None:
         self.agreements = Agreements()
         self._sender = _Sender()
+        self._runs: defaultdict[str, _Run] = defaultdict(_Run)
 
-    def agree(self, group_name: str, decisions: list[list[str]]) -> None:
+    def meeting(self, group_name: str) -> Meeting | None:
         group = resolve_process_group(group_name)
-        number = self.agreements.next_number(group_name)
         store = group_store(group)
         if store is None:
-            return  # the fake backend: there are no other ranks
+            return None  # the fake backend: there are no other ranks
         board = prefixed(store, f"fo_compiler/{group_name}")
-        timeout = group_timeout(group)
-
-        def wait(key: str) -> bool:
-            try:
-                board.wait([key], timeout)
-            except RuntimeError:  # a time-out (each kind of store has its own), or the store is gone
-                return False
-            return True
-
-        compare(board, number, group.rank(), group.size(), decisions, wait)
+        return Meeting(group_name, board, group.rank(), group.size(), group_timeout(group).total_seconds())
 
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         group = resolve_process_group(group_name)
         return group.rank(), group.size()
 
+    def begin(self, group_names: Iterable[str]) -> None:
+        for group_name in group_names:
+            self._runs[group_name].begin()
+
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
-        group = resolve_process_group(group_name)
+        group, run = resolve_process_group(group_name), self._runs[group_name]
+        if run.thread not in (0, threading.get_ident()):
+            raise RuntimeError(
+                f"another thread has begun to run a graph of group {group_name!r} before this one was done; run the graphs "
+                "of a group from one thread at a time, in the same order on all ranks"
+            )
         if not coalesces(group, (send or recv or _NOTHING)[0].device):
             # Straight to the process group, in half the time of the functions that check and batch.
-            received = [group.recv([recv[0]], recv[1], MESSAGE_TAG)] if recv is not None else []
+            received = [group.recv([recv[0]], recv[1], run.receive_tag(recv[1]))] if recv is not None else []
             if send is None:
                 return _C10dTransfer(received, None)
-            posting = _Posting(group, send, received)
+            posting = _Posting(group, *send, run.send_tag(send[1]))
             self._sender.post(posting)
-            return posting
+            return _C10dTransfer(received, posting)
         # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
-        ops = [
-            dist.P2POp(op, tensor, group=group, tag=MESSAGE_TAG, group_peer=peer)
-            for op, (tensor, peer) in _directions(send, recv)
-        ]
+        ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, (tensor, peer) in _directions(send, recv)]
         return _C10dTransfer(dist.batch_isend_irecv(ops), send and send[0])
 
 

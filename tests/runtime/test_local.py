@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fo_compiler.runtime.local import LocalWorld
+from fo_compiler.runtime.local import LocalWorld, random_delays
 from fo_compiler.runtime.transport import Transport, current_transport, use_transport
 
 
@@ -99,6 +99,60 @@ def test_a_send_is_done_only_when_it_was_received() -> None:
         return True
 
     assert LocalWorld(2).run(program) == [True, True]
+
+
+def test_waits_may_cross() -> None:
+    """Each rank awaits its transfers in another order than its peers: on a network all of them arrive, here too."""
+
+    def program(rank: int) -> list[float]:
+        transport, ranks = current_transport(), 3
+        peers = [(rank + shift) % ranks for shift in range(1, ranks)]
+        buffers = {peer: torch.empty(1) for peer in peers}
+        transfers = {
+            peer: transport.post("0", (torch.tensor([10.0 * rank + peer]), peer), (buffers[peer], peer))
+            for peer in peers
+        }
+        for peer in sorted(peers, reverse=rank % 2 == 0):
+            transfers[peer].wait()
+        return [buffers[peer].item() for peer in sorted(peers)]
+
+    assert LocalWorld(3, timeout_s=10).run(program) == [[10, 20], [1, 21], [2, 12]]
+
+
+def test_a_message_that_arrives_while_another_is_awaited_is_awaited_like_any_other() -> None:
+    def program(rank: int) -> list[float]:
+        transport = current_transport()
+        buffers = [torch.empty(1), torch.empty(1)]
+        values = [torch.full((1,), 10.0 * rank + i) for i in range(2)]
+        transfers = [transport.post("0", (v, 1 - rank), (b, 1 - rank)) for v, b in zip(values, buffers, strict=True)]
+        for transfer in transfers if rank else transfers[::-1]:
+            transfer.wait()
+        return [b.item() for b in buffers]
+
+    assert LocalWorld(2, timeout_s=10).run(program) == [[10, 11], [0, 1]]
+
+
+def test_nothing_is_kept_of_a_message_that_was_taken() -> None:
+    world = LocalWorld(2)
+    world.run(lambda rank: [swap(current_transport(), torch.ones(2)) for _ in range(5)])
+    assert not world.arrived
+    assert not any(world.expected.values())
+
+
+def test_delays_are_the_same_for_a_seed_and_do_not_change_what_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("fo_compiler.runtime.local.time.sleep", slept.append)
+    for seed in (1, 1, 2):
+        delay = random_delays(seed, 2)
+        for _ in range(10):
+            delay(1, "wait")
+        slept.append(-1)
+    runs = " ".join(map(str, slept)).split("-1")
+    assert runs[0].split() == runs[1].split() != runs[2].split()
+    results = LocalWorld(3, delay=random_delays(3, 3)).run(
+        lambda rank: swap(current_transport(), torch.tensor(rank)).item()
+    )
+    assert results == [2, 0, 1]
 
 
 def test_a_receive_without_a_send_ends_in_an_error_that_names_it() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fo_compiler import TransferError, record
 from fo_compiler.records import GraphRecords, Record
 from fo_compiler.runtime import ops
+from fo_compiler.runtime.agreement import Agreements, Meeting
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.transport import Transfer, use_transport
 
@@ -28,8 +31,15 @@ class Loopback:
     def __init__(self) -> None:
         self.posted: list[tuple[tuple[Tensor, int] | None, tuple[Tensor, int] | None]] = []
 
+        self.agreements = Agreements()
+
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         return 0, 2
+
+    def meeting(self, group_name: str) -> Meeting | None:
+        return None
+
+    def begin(self, group_names: Iterable[str]) -> None: ...
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         self.posted.append((send, recv))
@@ -152,6 +162,55 @@ def test_several_empty_transfers_are_told_apart(loopback: Loopback) -> None:
     assert len(ops.pending_transfers()) == 3
     for buffer in buffers:
         assert ops.wait(buffer, sent).shape == (0, 4)
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_pending(loopback: Loopback) -> None:
+    """And forgets the transfer before the memory: what arrives late must not be written into another tensor."""
+    order: list[str] = []
+
+    class Watched(Done):
+        def __del__(self) -> None:
+            order.append("transfer")
+
+    loopback.post = lambda *_: Watched()  # type: ignore[method-assign]
+
+    def step(sent: Tensor) -> None:
+        buffers = [ops.exchange(sent, 1, 1, "0", f"transfer {i}") for i in range(3)]
+        weakref.finalize(buffers[0].untyped_storage(), order.append, "memory")
+        ops.wait(buffers[1], sent)
+        assert order == ["transfer"]
+        raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError):
+        step(torch.ones(2))
+    assert ops.pending_transfers() == []
+    assert order.count("transfer") == 3
+
+
+class _Holds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Tensor) -> Tensor:
+        ctx.save_for_backward(held)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (held,) = ctx.saved_tensors
+        return ops.wait(held, held), None
+
+
+def test_a_transfer_stays_pending_while_nothing_but_c_plus_plus_holds_its_buffer(loopback: Loopback) -> None:
+    x, sent = torch.ones(2, requires_grad=True), torch.full((2,), 3.0)
+    y = _Holds.apply(x, ops.exchange(sent, 1, 1, "0", "held"))
+    gc.collect()
+    assert ops.pending_transfers() == ["held"]
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+    y = _Holds.apply(x, ops.exchange(sent, 1, 1, "0", "dropped"))
+    del y
+    gc.collect()
+    assert ops.pending_transfers() == []
 
 
 def test_a_view_of_the_receive_buffer_is_awaited_like_the_buffer(loopback: Loopback) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fo_compiler.runtime import transport
-from fo_compiler.runtime.transport import MESSAGE_TAG, C10dTransport, current_transport
+from fo_compiler.runtime.transport import C10dTransport, current_transport
 
 
 @pytest.fixture
@@ -83,14 +83,64 @@ def test_without_batches_the_receive_is_posted_first_and_the_send_by_another_thr
         c10d.post("0", (torch.ones(2), rank), (torch.empty(2), rank)).wait()
     assert [rank for kind, rank, _ in group.calls if kind == "send"] == list(range(20))
     assert group.calls[0][0] == "recv"
-    assert {tag for *_, tag in group.calls} == {MESSAGE_TAG}
     assert len(group.threads) == 1
     assert threading.get_ident() not in group.threads
 
 
 def test_a_receive_alone_needs_no_thread(group: FakeGroup) -> None:
     C10dTransport().post("0", None, (torch.empty(2), 1)).wait()
-    assert group.calls == [("recv", 1, MESSAGE_TAG)]
+    assert [call[:2] for call in group.calls] == [("recv", 1)]
+
+
+def tags(group: FakeGroup, kind: str, peer: int) -> list[int]:
+    return [tag for k, p, tag in group.calls if (k, p) == (kind, peer)]
+
+
+def test_both_ends_give_a_message_the_same_tag_and_no_other_message_has_it(group: FakeGroup) -> None:
+    """The k-th message to a peer in a run meets the k-th that it receives, whatever is exchanged with others meanwhile."""
+    c10d = C10dTransport()
+    tensor = torch.ones(2)
+    for _ in range(3):
+        c10d.begin(["0"])
+        for peer in (1, 2, 1):
+            c10d.post("0", (tensor, peer), None).wait()
+        for peer in (2, 1, 1):
+            c10d.post("0", None, (tensor, peer)).wait()
+    for peer, count in ((1, 6), (2, 3)):
+        sent = tags(group, "send", peer)
+        assert sent == tags(group, "recv", peer)
+        assert len(set(sent)) == count
+        assert all(1 << 30 <= tag < 1 << 31 for tag in sent), "c10d takes 31 bits; users take the small ones"
+
+
+def test_what_a_failed_step_left_on_its_way_is_not_taken_for_a_message_of_the_next(group: FakeGroup) -> None:
+    here, there = C10dTransport(), C10dTransport()
+    for end in (here, there):
+        end.begin(["0"])
+    for _ in range(3):  # the peer stops after the first
+        here.post("0", (torch.ones(2), 1), None).wait()
+    there.post("0", None, (torch.ones(2), 0)).wait()
+    stale = set(tags(group, "send", 1))
+    for end in (here, there):
+        end.begin(["0"])
+    here.post("0", (torch.ones(2), 1), None).wait()
+    there.post("0", None, (torch.ones(2), 0)).wait()
+    assert tags(group, "recv", 0)[-1] == tags(group, "send", 1)[-1]
+    assert tags(group, "recv", 0)[-1] not in stale
+
+
+def test_a_run_that_another_thread_interrupts_ends_in_an_error(group: FakeGroup) -> None:
+    """Its messages could be taken for those of the other run, by ranks whose threads take turns in another way."""
+    c10d = C10dTransport()
+    c10d.begin(["0", "1"])
+    thread = threading.Thread(target=c10d.begin, args=(["0"],))
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match=r"another thread.*group '0'"):
+        c10d.post("0", None, (torch.ones(2), 1))
+    c10d.post("1", None, (torch.ones(2), 1)).wait()
+    c10d.begin(["0"])
+    c10d.post("0", None, (torch.ones(2), 1)).wait()
 
 
 def test_a_send_that_cannot_be_posted_fails_where_it_is_awaited(group: FakeGroup) -> None:
@@ -135,7 +185,6 @@ def test_a_send_and_a_receive_are_posted_as_one_batch_to_ranks_of_the_group(
     assert receive.tensor is received
     assert {send.group_peer, receive.group_peer} == {0}
     assert {send.peer, receive.peer} == {1}  # global rank 1 is rank 0 of the pair
-    assert {send.tag, receive.tag} == {MESSAGE_TAG}
 
 
 @pytest.mark.parametrize("only", ["send", "receive"])
