@@ -53,6 +53,14 @@ class MachineError(FlashOverlapError, ValueError):
         return cls(f"machine: {name!r} is not known.{hint} Known: {', '.join(known)}.")
 
 
+class KernelError(FlashOverlapError, ValueError):
+    """A kernel was asked for what it cannot do: a dtype, shape, stride or device."""
+
+    @classmethod
+    def wrong(cls, where: str, expected: str, got: object) -> KernelError:
+        return cls(f"kernel: {where}: expected {expected}, got {got}.")
+
+
 class RewriteError(FlashOverlapError):
     """A rewritten graph breaks one of its invariants (`passes.graph_verifier`). A bug of ours: please report it."""
 

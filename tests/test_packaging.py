@@ -91,7 +91,10 @@ def test_the_public_names_all_load_and_an_unknown_one_is_an_attribute_error() ->
         _ = fo_compiler.no_such_name
 
 
-@pytest.mark.parametrize("module", ["fo_compiler", "fo_compiler.passes", "fo_compiler.codegen", "fo_compiler.commands"])
+@pytest.mark.parametrize(
+    "module",
+    ["fo_compiler", "fo_compiler.passes", "fo_compiler.codegen", "fo_compiler.codegen.kernels", "fo_compiler.commands"],
+)
 def test_importing_a_package_is_cheap(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'triton', 'sympy')])"
     assert python(code) == "[]"

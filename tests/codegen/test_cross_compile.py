@@ -1,0 +1,100 @@
+"""Kernels compiled for GPUs that are not there: types derived as Triton's launcher does, what is read from the code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fo_compiler.codegen.cross_compile import KernelReport, all_specs, compile_kernel, spec_of
+from fo_compiler.codegen.kernels import matmul_into_launch
+from fo_compiler.codegen.tiles import HEAVY_ACCUMULATORS, SHARED_MEMORY_BYTES, TARGETS, Tile
+from fo_compiler.errors import KernelError
+
+SMALL = Tile(16, 16, 16, 4, 2)
+
+
+def small_spec(dtype: torch.dtype = torch.float32, rows: int = 17, **kwargs: object):  # type: ignore[no-untyped-def]
+    a, b = torch.empty(rows, 32, dtype=dtype, device="meta"), torch.empty(32, 48, dtype=dtype, device="meta")
+    out = torch.empty(rows, 48, dtype=torch.float32, device="meta")
+    launch = matmul_into_launch(a, b, out, tile=SMALL, **kwargs)  # type: ignore[arg-type]
+    assert launch is not None
+    return spec_of(launch)
+
+
+def test_a_spec_has_the_types_that_triton_s_launcher_derives() -> None:
+    spec = small_spec()
+    names = list(spec.signature)
+    assert spec.signature["a_ptr"] == "*fp32"
+    assert spec.signature["rows"] == "i32"
+    assert spec.signature["bias_ptr"] == "constexpr"  # None
+    assert spec.constants[(names.index("bias_ptr"),)] is None
+    assert spec.signature["a_k"] == "constexpr"  # a stride of 1
+    assert spec.constants[(names.index("a_k"),)] == 1
+    assert (names.index("depth"),) in spec.attributes  # divisible by 16
+    assert (names.index("rows"),) not in spec.attributes
+    assert spec.constants[(names.index("BLOCK_M"),)] == 16
+
+
+def test_a_kernel_is_compiled_without_a_gpu_and_its_resources_are_read() -> None:
+    report = compile_kernel(small_spec(torch.bfloat16), "sm_80")
+    assert report.tensor_core_instruction == "mma.sync"
+    assert 16 <= report.registers <= 255
+    assert report.shared_memory_bytes > 0
+    assert report.spills == 0
+    assert ".target sm_80" in report.ptx
+    assert report.cubin.startswith(b"\x7fELF")
+
+
+def test_spilled_registers_are_seen() -> None:
+    a = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    launch = matmul_into_launch(a, a, a, tile=Tile(256, 128, 32, 4, 2))  # 256 sums a thread; there are 255 registers
+    assert launch is not None
+    assert compile_kernel(spec_of(launch), "sm_80").spills > 0
+
+
+def test_an_unknown_target_is_refused_by_name() -> None:
+    with pytest.raises(KernelError, match=r"sm_80, sm_90, sm_100, got sm_70"):
+        compile_kernel(small_spec(), "sm_70")
+
+
+@pytest.fixture(scope="session")
+def reports() -> dict[str, list[KernelReport]]:
+    """Every kernel for every target; about two minutes, once."""
+    return {target: [compile_kernel(spec, target) for spec in all_specs(target)] for target in TARGETS}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_specs_have_names_of_their_own(target: str) -> None:
+    names = [spec.name for spec in all_specs(target)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_kernel_spills_at_its_default_tiles(reports: dict[str, list[KernelReport]], target: str) -> None:
+    assert {r.name: r.spills for r in reports[target] if r.spills} == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_fits_the_shared_memory_of_a_block(reports: dict[str, list[KernelReport]], target: str) -> None:
+    limit = SHARED_MEMORY_BYTES[target]
+    assert {r.name: r.shared_memory_bytes for r in reports[target] if r.shared_memory_bytes > limit} == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("target", "instruction"), [("sm_80", "mma.sync"), ("sm_90", "wgmma"), ("sm_100", "tcgen05")])
+def test_matmuls_use_the_tensor_cores_of_their_target(
+    reports: dict[str, list[KernelReport]], target: str, instruction: str
+) -> None:
+    used = {r.name: r.tensor_core_instruction for r in reports[target] if "matmul" in r.name and "fp32" not in r.name}
+    assert used
+    assert {name: found for name, found in used.items() if found != instruction} == {}
+
+
+def test_the_default_tile_of_a_heavy_form_leaves_registers() -> None:
+    from fo_compiler.codegen.tiles import default_tile, operand_kinds
+
+    for target in TARGETS:
+        for kind in operand_kinds(target):
+            assert default_tile(target, kind, 8192, 8192, heavy=True).accumulators <= HEAVY_ACCUMULATORS
