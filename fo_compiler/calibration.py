@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .runtime.transport import C10dTransport, Transfer
-from .schedule.machine import Machine
+from .schedule.ir import Kind
+from .schedule.machine import CollectiveTime, Machine
 from .schedule.matmul import MatmulPoint as Point
 from .schedule.matmul import Measured, dtype_name
 from .schedule.network import Matrix, Network, Uniform
@@ -51,6 +53,7 @@ class Calibration:
     machine: Machine
     links: dict[tuple[int, int], LinkFit] = field(repr=False)
     notes: tuple[str, ...] = ()
+    collectives: dict[str, LinkFit] = field(default_factory=dict, repr=False)
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -117,6 +120,14 @@ def slowdowns(compute_us: float, transfer_us: float, computed_us: float, total_u
 
 # --- measuring ------------------------------------------------------------------------------------------------------
 
+# One run of a collective: `part` is one rank's slice, `whole` that of all ranks.
+COLLECTIVES: dict[Kind, Callable[[Tensor, Tensor], Any]] = {
+    Kind.ALL_GATHER: lambda part, whole: dist.all_gather_into_tensor(torch.empty_like(whole), part),
+    Kind.REDUCE_SCATTER: lambda part, whole: dist.reduce_scatter_tensor(torch.empty_like(part), whole),
+    Kind.ALL_REDUCE: lambda part, whole: dist.all_reduce(whole.clone()),
+    Kind.ALL_TO_ALL: lambda part, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
+}
+
 
 class Calibrator:
     """Measures the default process group. `device` is where tensors live; `repeats` of each measurement, median taken."""
@@ -164,6 +175,22 @@ class Calibrator:
             return True
         one_us, both_us = self.exchange_us(size_bytes, 1, both=False), self.exchange_us(size_bytes, 1)
         return max(self._gathered(both_us)) < SHARED * max(self._gathered(one_us))
+
+    def collectives(self, sizes: Sequence[int] = LINK_SIZES) -> dict[Kind, LinkFit]:
+        """Fits of the backend's own collectives; a kind that it does not have is absent. Sizes are of one rank's slice."""
+        fits = {}
+        for kind, run in COLLECTIVES.items():
+            samples = []
+            try:
+                for size in sizes:
+                    part = torch.ones(max(size // 4, 1), device=self.device)
+                    whole = part.repeat(self.ranks)
+                    once = partial(run, part, whole)
+                    samples.append((float(size), max(self._gathered(self._median_us(once)))))
+            except (RuntimeError, NotImplementedError):  # the same on all ranks: the backend lacks it
+                continue
+            fits[kind] = fit_link(samples)
+        return fits
 
     def post_us(self) -> float:
         """How long posting a step and waiting for a step that is done hold up a rank."""
@@ -249,6 +276,7 @@ class Calibrator:
         links: dict[tuple[int, int], LinkFit] = {}
         network: Network = Uniform(0.0, 1e3)
         post_us, slow = 0.0, (1.0, 1.0)
+        collectives: dict[Kind, LinkFit] = {}
         notes = []
         if self.ranks > 1:
             say("links ...")
@@ -262,6 +290,9 @@ class Calibrator:
                     for pair, fit in links.items()
                 }
             network = network_of(links, self.ranks, full_duplex)
+            say("collectives ...")
+            collectives = self.collectives(sizes)
+            notes += [f"{kind}: this backend has none" for kind in COLLECTIVES if kind not in collectives]
             say("posting ...")
             post_us = self.post_us()
             say("compute and transfers together ...")
@@ -281,8 +312,12 @@ class Calibrator:
             post_us=post_us,
             compute_slowdown=slow[0],
             transfer_slowdown=slow[1],
+            collectives=tuple(
+                CollectiveTime(kind.value, self.ranks, fit.latency_us, fit.bandwidth_GBps)
+                for kind, fit in collectives.items()
+            ),
         )
-        return Calibration(machine, links, tuple(notes))
+        return Calibration(machine, links, tuple(notes), {str(kind): fit for kind, fit in collectives.items()})
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

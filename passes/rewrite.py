@@ -214,7 +214,7 @@ class _Writer:
         if post.send is not None:
             sent = self._as_dtype(held[post.send.slice], tensor_of(self.site.value).dtype, slice_)
         else:
-            sent = next(iter(held.values()))  # nothing is sent: it only says what is received looks like
+            sent = self._slice_like(held, slice_)  # nothing is sent: it only says what is received looks like
         dst = post.send.peer if post.send else -1
         src = post.recv.peer if post.recv else -1
         label = (
@@ -231,6 +231,18 @@ class _Writer:
             pinned=True,
         )
         self.transfers[post.step] = (buffer, sent, post)
+
+    def _slice_like(self, held: dict[int, Node], slice_: int) -> Node:
+        """A tensor like a slice as it travels: one at hand, or an empty one before the first is computed."""
+        value = tensor_of(self.site.value)
+        for node in held.values():
+            if tensor_of(node).dtype == value.dtype:
+                return node
+        shape = local_shape(shape_of(self.site.value), Cut(self.site.dim), self.region.slices)
+        members = {*self.region.members}
+        source = next(o for node in self.region.members for o in node.all_input_nodes if o not in members)
+        kwargs = {"dtype": value.dtype, "device": value.device}
+        return self._emit("like", aten.new_empty.default, (source, shape), slice_, kwargs=kwargs)
 
     def _wait(self, step: int) -> None:
         buffer, sent, post = self.transfers.pop(step)

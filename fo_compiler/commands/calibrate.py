@@ -91,6 +91,14 @@ def figures(calibration: Calibration, path: Path) -> dict[str, Any]:
         "post_us": round(machine.post_us, 2),
         "compute_slowdown": round(machine.compute_slowdown, 3),
         "transfer_slowdown": round(machine.transfer_slowdown, 3),
+        "collectives": {
+            name: {
+                "latency_us": round(fit.latency_us, 2),
+                "bandwidth_GBps": round(fit.bandwidth_GBps, 4),
+                "fit_error": round(fit.median_error, 4),
+            }
+            for name, fit in calibration.collectives.items()
+        },
         "memory_GBps": round(machine.matmul.memory_GBps, 2),
         "matmuls": [
             {"m": p.m, "k": p.k, "n": p.n, "dtype": p.dtype, "us": round(p.time_us, 2)} for p in calibration.points
@@ -107,6 +115,13 @@ def report(calibration: Calibration, path: Path) -> str:
         for (source, destination), fit in sorted(calibration.links.items()):
             lines.append(
                 f"{source:>5} -> {destination}{fit.latency_us:>11.1f} us{fit.bandwidth_GBps:>9.3f} GB/s"
+                f"{fit.median_error:>25.1%}, {fit.worst_error:.1%}"
+            )
+    if calibration.collectives:
+        lines += ["", f"{'collective':>16}{'latency':>14}{'slices of':>14}{'error of the fit: median, worst':>34}"]
+        for name, fit in calibration.collectives.items():
+            lines.append(
+                f"{name:>16}{fit.latency_us:>11.1f} us{fit.bandwidth_GBps:>9.3f} GB/s"
                 f"{fit.median_error:>25.1%}, {fit.worst_error:.1%}"
             )
     lines += [f"  {note}" for note in calibration.notes]

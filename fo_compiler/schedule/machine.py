@@ -16,9 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError
+from .ir import Kind
 from .machine_json import decode, encode
 from .matmul import MatmulModel, Roofline, dtype_name
 from .network import Fabric, Network, Uniform
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long the library's own collective takes: `latency_us + slice_bytes / bandwidth_GBps`, fitted to measured times.
+
+    `kind` names the collective ("all_gather", ...), `ranks` the size of the group. `slice_bytes` are those of one rank's
+    slice, as everywhere in the scheduler, so that the bandwidth of N - 1 slices on one port is a N - 1st of the port's.
+    """
+
+    kind: str
+    ranks: int
+    latency_us: float
+    bandwidth_GBps: float
+
+    def __post_init__(self) -> None:
+        kinds = [kind.value for kind in Kind if kind is not Kind.ALL_TO_ALL_OUT]
+        if self.kind not in kinds:
+            raise MachineError.wrong("kind", f"one of {', '.join(kinds)}", self.kind)
+
+    def time_us(self, slice_bytes: float) -> float:
+        return self.latency_us + slice_bytes / (self.bandwidth_GBps * 1e3)
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,7 @@ class Machine:
     - `gap_us`: time that a message occupies its link beside its bytes (1 / message rate)
     - `launch_us`: fixed cost of one kernel
     - `compute_scale`: by rank, how much slower than the model its compute is; empty = all 1
+    - `collectives`: measured times of the library's collectives; those that are absent are modelled
     """
 
     name: str
@@ -44,6 +68,7 @@ class Machine:
     compute_slowdown: float = 1.0
     transfer_slowdown: float = 1.0
     compute_scale: tuple[float, ...] = ()
+    collectives: tuple[CollectiveTime, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("compute_slowdown", "transfer_slowdown"):
@@ -79,6 +104,14 @@ class Machine:
     def add_us(self, size_bytes: float) -> float:
         """Time to add a received partial sum of `size_bytes`: two reads and a write, and a kernel launch."""
         return 3 * size_bytes / (self.matmul.memory_GBps * 1e3) + self.launch_us
+
+    def collective_us(self, kind: Kind, ranks: int, slice_bytes: float) -> float | None:
+        """Measured time of the library's collective, or None where it was not measured for this many ranks."""
+        name = Kind.ALL_TO_ALL.value if kind.is_all_to_all else kind.value
+        for measured in self.collectives:
+            if (measured.kind, measured.ranks) == (name, ranks):
+                return measured.time_us(slice_bytes)
+        return None
 
     def digest(self) -> str:
         """Equal for equal machines, in any process."""

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from fo_compiler.calibration import Calibration, LinkFit, fit_link, network_of, slowdowns
 from fo_compiler.cli import main
 from fo_compiler.commands.calibrate import figures, report
+from fo_compiler.schedule import Kind
+from fo_compiler.schedule.choose import collective_us
 from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.matmul import MatmulPoint, Measured
 from fo_compiler.schedule.network import Matrix, Uniform
@@ -22,7 +24,7 @@ from tests.distributed.harness import World
 
 FIGURES = {
     "machine", "network", "full_duplex", "latency_us", "bandwidth_GBps", "fit_error", "worst_fit_error", "post_us",
-    "compute_slowdown", "transfer_slowdown", "memory_GBps", "matmuls",
+    "compute_slowdown", "transfer_slowdown", "collectives", "memory_GBps", "matmuls",
 }  # fmt: skip
 
 
@@ -88,9 +90,9 @@ def test_the_report_shows_links_matmuls_and_how_to_use_the_file() -> None:
     machine = Machine(
         "mine", "here", Uniform(10.0, 1.0), Measured((MatmulPoint(64, 64, 64, "fp32", 20.0),), 8.0), post_us=30.0
     )
-    calibration = Calibration(machine, {(0, 1): link(1.0), (1, 0): link(1.1)}, ("a note",))
+    calibration = Calibration(machine, {(0, 1): link(1.0), (1, 0): link(1.1)}, ("a note",), {"all_reduce": link(0.9)})
     text = report(calibration, Path("mine.json"))
-    for part in ("0 -> 1", "64 x 64 x 64", "30.0 us", "a note", 'options={"machine": "mine.json"}'):
+    for part in ("0 -> 1", "all_reduce", "64 x 64 x 64", "30.0 us", "a note", 'options={"machine": "mine.json"}'):
         assert part in text
     assert set(figures(calibration, Path("mine.json"))) == FIGURES
 
@@ -130,6 +132,12 @@ def test_two_ranks_write_a_machine_that_can_be_used(tmp_path: Path) -> None:
     assert set(printed) == FIGURES
     assert len(printed["bandwidth_GBps"]) == 2
     machine = Machine.load(path)
+    assert {measured.kind for measured in machine.collectives} == set(printed["collectives"])
+    for kind in Kind:  # gloo has them all
+        measured_us = machine.collective_us(kind, 2, 1e6)
+        assert measured_us is not None
+        assert collective_us(kind, machine, 2, 1e6) == measured_us > 0
+        assert machine.collective_us(kind, 3, 1e6) is None
     assert machine.name == "two"
     assert machine.matmul_us(300, 300, 300, "torch.float32") > 0
     assert machine.fabric(2).transfer_us(0, 1, 1e6) > 0

@@ -385,6 +385,26 @@ def options_toggled() -> tuple[list[list[str]], list[int]]:
     return did, misses
 
 
+# --- a machine that no family fits ----------------------------------------------------------------------------------
+
+
+def searched_schedules(machine: str) -> list[Record]:
+    """One all-gather and one reduce-scatter on a machine with one slow link: transfers that only receive, or only send."""
+    group = dist.group.WORLD
+
+    def block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return reduce_scatter(torch.relu(all_gather(x, 0, group) @ w) @ v, "sum", 0, group)
+
+    inputs = own(1, 8, 16), own(2, 16, 24), own(3, 24, 8)
+    call = ours(block, machine=machine, slices_per_rank=1)
+    with fo_compiler.record() as report:
+        for _ in range(3):
+            torch.testing.assert_close(call(*inputs), block(*inputs), rtol=1e-12, atol=1e-12)
+    assert_one_record_each(report.records, 2)
+    assert_nothing_left(0)
+    return report.records
+
+
 # --- when something breaks ------------------------------------------------------------------------------------------
 
 

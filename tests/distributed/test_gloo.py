@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fo_compiler import Record
 from tests.distributed import checks
 from tests.distributed.harness import RankFailed, World
+from tests.machines import one_slow_link
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 Worlds = Callable[[int], World]
@@ -158,6 +159,11 @@ def test_the_model_trains_on_either_axis_of_a_mesh(world: Worlds, axis: int, sch
 def test_the_model_trains_on_four_ranks(world: Worlds) -> None:
     records = agreed(world(4).run(checks.model_trains_as_under_plain_inductor, "direct", 1))
     assert {record.group_size for record in records} == {4}
+
+
+def test_searched_schedules_between_four_ranks(world: Worlds, tmp_path: Path) -> None:
+    records = agreed(world(4).run(checks.searched_schedules, one_slow_link(tmp_path, 4)))
+    assert [record.schedule for record in records] == ["searched"] * 2
 
 
 # --- when something breaks ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fo_compiler.schedule import Kind, verify
 from fo_compiler.schedule.choose import Choice, Region, choose, sliced_us
-from fo_compiler.schedule.machine import simple_machine
+from fo_compiler.schedule.machine import CollectiveTime, simple_machine
 from fo_compiler.schedule.presets import PRESETS
 
 KINDS = list(Kind)
@@ -143,3 +143,16 @@ def test_every_preset_gives_a_decision(name: str) -> None:
     choice = choose(Kind.REDUCE_SCATTER, PRESETS[name], 4, Region(lambda m: 100 / m + 2, 1e6))
     assert choice.predicted_us > 0
     assert PRESETS[name].name in choice.reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("measured_GBps", "rewrite"), [(0.2, True), (20.0, False)])
+def test_a_measured_collective_decides_what_is_gained(kind: Kind, measured_GBps: float, rewrite: bool) -> None:
+    """The library's collective may be much slower than our transfers (gloo's reduce-scatter), or much faster."""
+    name = "all_to_all" if kind.is_all_to_all else kind.value
+    machine = simple_machine(collectives=(CollectiveTime(name, 4, 0.0, measured_GBps),))
+    costs = region(1000.0, 500.0)
+    choice = choose(kind, machine, 4, costs)
+    assert choice.communication_us == pytest.approx(500e3 / (measured_GBps * 1e3))
+    assert choice.plain_us == pytest.approx(4000 + choice.communication_us)
+    assert choice.rewrite is rewrite

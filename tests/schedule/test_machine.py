@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fo_compiler.errors import MachineError
-from fo_compiler.schedule.machine import Machine, simple_machine
+from fo_compiler.schedule import Kind
+from fo_compiler.schedule.machine import CollectiveTime, Machine, simple_machine
 from fo_compiler.schedule.matmul import MatmulPoint, Measured, Roofline, dtype_name
 from fo_compiler.schedule.network import Matrix, TwoLevel, Uniform
 from fo_compiler.schedule.presets import PRESETS, default_machine, find_machine
@@ -22,6 +23,7 @@ SKEWED = simple_machine(
     network=Matrix(((0.0, 5.0), (7.0, 0.0)), ((0.0, 10.0), (2.0, 0.0))),
     matmul=Measured((MatmulPoint(64, 64, 64, "bf16", 10.0), MatmulPoint(128, 128, 128, "bf16", 40.0)), 100.0),
     compute_scale=(1.0, 1.5),
+    collectives=(CollectiveTime("all_to_all", 2, 100.0, 5.0),),
 )
 
 
@@ -159,3 +161,15 @@ def test_dtypes_have_one_name() -> None:
 def test_the_default_depends_on_the_device() -> None:
     assert default_machine("cpu").name == "loopback"
     assert default_machine("cuda").name == default_machine("xpu").name == "h100-nvlink"
+
+
+def test_a_measured_collective_is_for_its_kind_and_its_number_of_ranks() -> None:
+    for kind in (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_OUT):  # one collective, seen from its two sides
+        assert SKEWED.collective_us(kind, 2, 1e6) == pytest.approx(100 + 200)
+    assert SKEWED.collective_us(Kind.ALL_GATHER, 2, 1e6) is None
+    assert SKEWED.collective_us(Kind.ALL_TO_ALL, 4, 1e6) is None
+
+
+def test_a_measured_collective_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(MachineError, match="all_gather, reduce_scatter, all_reduce, all_to_all"):
+        CollectiveTime("broadcast", 2, 0.0, 1.0)
