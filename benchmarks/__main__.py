@@ -1,49 +1,65 @@
-"""The whole set: `python -m benchmarks` (some 40 minutes), or `python -m benchmarks --quick` (some 10).
+"""The whole set: `python -m benchmarks` (under 25 minutes on two quiet cores), or some parts: `python -m benchmarks --part training`.
 
-Results go to benchmarks/results/*.json; docs/performance.md says what each one is.
+Results go to benchmarks/results/*.json after each case; `python -m benchmarks.report` puts them into docs/performance.md, which
+says what each one is. A part that fails is named at the end, and does not keep the others from running.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import never_slower, overhead, overlap
+from benchmarks import never_slower, overhead, overlap, training
+from benchmarks.results import RESULTS
 
-RESULTS = Path(__file__).resolve().parent / "results"
-RATE = "250mbit"  # slow enough that the host work of 8 ranks on a few cores is small beside the transfers
+RATE = "250mbit"  # slow enough that the host work of several ranks on a few cores is small beside the transfers
+_SWEEP = f"--sweep --rate {RATE} --slice-mb 1 --repeats 7 --budget-s 6"
+
+# Name -> module and arguments; the file of the results has the same name.
+PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "overhead": (overhead.main, "--layers 2"),
+    "overlap_example": (overlap.main, "--kind all_gather --ranks 4 --rate 1gbit --slice-mb 2 --slice-ms 25"),
+    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 7"),
+    "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --ratio 1 --minutes 2.5"),
+    "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --ratio 1 --minutes 2.5"),
+    "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 3"),
+    "overlap_matmul": (
+        overlap.main,
+        "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 6 --minutes 2",
+    ),
+    "training": (training.main, "--ranks 2 --ranks 4"),
+    "never_slower": (never_slower.main, "--count 130 --minutes 9"),
+}
+NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_matmul", "training")
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases")
+    parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
+    parser.add_argument("--quick", action="store_true", help=f"all but {', '.join(NOT_QUICK)}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the JSON files")
-    args = parser.parse_args()
-    ratios = _repeated("--ratio", ("0.5", "1") if args.quick else ("0.2", "0.5", "1", "2"))
-    sweep = ["--sweep", "--rate", RATE, "--repeats", "5"]
-
-    def run(title: str, program: object, arguments: list[str], name: str) -> None:
-        print(f"\n== {title}", flush=True)
-        program.main([*arguments, "--out", str(args.results / name)])  # type: ignore[attr-defined]
-
-    run("host time of the ops, share of the pass in a compile", overhead, [], "overhead.json")
-    run("overlap, links alike", overlap, [*sweep, *ratios, *_repeated("--ranks", "24")], "overlap_uniform.json")
-    few = _repeated("--ratio", ("0.5", "1"))
-    run(
-        "overlap, one slow uplink",
-        overlap,
-        [*sweep, *few, "--ranks", "4", "--slow-rank", "1"],
-        "overlap_slow_link.json",
-    )
-    if not args.quick:
-        run("overlap, 8 ranks", overlap, [*sweep, *few, "--ranks", "8"], "overlap_8.json")
-    run("never slower", never_slower, ["--count", "30" if args.quick else "120"], "never_slower.json")
-    return 0
-
-
-def _repeated(option: str, values: str | tuple[str, ...]) -> list[str]:
-    return [word for value in values for word in (option, value)]
+    args = parser.parse_args(arguments)
+    failed = []
+    for name in args.part or [name for name in PARTS if not (args.quick and name in NOT_QUICK)]:
+        program, words = PARTS[name]
+        module = program.__module__.rpartition(".")[2]
+        print(f"\n== {name}: python benchmarks/{module}.py {words}", flush=True)
+        start = time.monotonic()
+        try:
+            status = program([*words.split(), "--out", str(args.results / f"{name}.json")])
+        except Exception:
+            traceback.print_exc()
+            status = 1
+        print(f"== {name}: {'done' if status == 0 else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+        if status:
+            failed.append(name)
+    if failed:
+        print(f"\nFAILED: {', '.join(failed)}", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

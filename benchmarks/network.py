@@ -1,4 +1,4 @@
-"""A small network of namespaces: one a rank, joined by a bridge in a namespace of its own, each uplink limited.
+"""A small network of namespaces: one a rank, joined by a bridge a node, each uplink limited.
 
     with Network(4, Shaping(rate="1gbit")) as network:
         ...                 network.names[rank] is a namespace in which the interface is "e0", the address address(rank)
@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -23,14 +24,29 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Shaping:
-    """What leaves a rank: `rate` as tc writes it ("1gbit"); `slow_rank`'s uplink has `slow_factor` of it."""
+    """What leaves a rank: `rate` as tc writes it ("1gbit"); `slow_rank`'s uplink has `slow_factor` of it.
+
+    With `nodes` = 2 the first and the second half of the ranks are a node each, and what leaves a node, from all of its
+    ranks together, has `slow_factor` of `rate`.
+    """
 
     rate: str
     slow_rank: int | None = None
     slow_factor: float = 0.5
+    nodes: int = 1
 
     def bits_per_second(self, rank: int) -> float:
         return parse_rate(self.rate) * (self.slow_factor if rank == self.slow_rank else 1.0)
+
+    @property
+    def between_nodes(self) -> float:
+        """Bits a second that leave a node."""
+        return parse_rate(self.rate) * self.slow_factor
+
+    @property
+    def slowest(self) -> float:
+        """Bits a second of the narrowest place."""
+        return self.between_nodes if self.nodes > 1 or self.slow_rank is not None else parse_rate(self.rate)
 
 
 def parse_rate(text: str) -> float:
@@ -77,7 +93,7 @@ class Network:
         self.ranks = ranks
         self.shaping = shaping
         prefix = f"fo-{os.getpid()}"
-        self.switch = f"{prefix}-switch"
+        self.switches = [f"{prefix}-switch{node}" for node in range(shaping.nodes)]
         self.names = [f"{prefix}-{rank}" for rank in range(ranks)]
 
     def __enter__(self) -> Network:
@@ -100,27 +116,41 @@ class Network:
         """Change the rates; what is on its way is not lost."""
         self.shaping = shaping
         for rank, name in enumerate(self.names):
-            rate = int(shaping.bits_per_second(rank))
-            # The smallest burst that still takes whole segments of 64 KB from the network stack.
-            command = f"tc -n {name} qdisc replace dev {INTERFACE} root tbf rate {rate}bit burst 128kb latency 100ms"
-            _sh(command)
+            _limit(name, INTERFACE, shaping.bits_per_second(rank))
+        if len(self.switches) > 1:
+            for switch in self.switches:
+                # A queue for all that the ranks may have under way: what is dropped here comes a retransmission later.
+                _limit(switch, "trunk", shaping.between_nodes, queue_ms=2000)
 
     def _create(self) -> None:
-        _sh(f"ip netns add {self.switch}")
-        _sh(f"ip -n {self.switch} link add bridge type bridge")
-        _sh(f"ip -n {self.switch} link set bridge up")
+        for switch in self.switches:
+            _sh(f"ip netns add {switch}")
+            _sh(f"ip -n {switch} link add bridge type bridge")
+            _sh(f"ip -n {switch} link set bridge up")
+        if len(self.switches) > 1:
+            first, second = self.switches
+            _sh(f"ip -n {first} link add trunk type veth peer name trunk netns {second}")
+            for switch in self.switches:
+                _sh(f"ip -n {switch} link set trunk master bridge up")
         for rank, name in enumerate(self.names):
+            switch = self.switches[rank * len(self.switches) // self.ranks]
             _sh(f"ip netns add {name}")
-            _sh(f"ip -n {self.switch} link add p{rank} type veth peer name {INTERFACE} netns {name}")
-            _sh(f"ip -n {self.switch} link set p{rank} master bridge up")
+            _sh(f"ip -n {switch} link add p{rank} type veth peer name {INTERFACE} netns {name}")
+            _sh(f"ip -n {switch} link set p{rank} master bridge up")
             _sh(f"ip -n {name} addr add {address(rank)}/24 dev {INTERFACE}")
             _sh(f"ip -n {name} link set {INTERFACE} up")
             _sh(f"ip -n {name} link set lo up")
         self.shape(self.shaping)
 
     def _remove(self) -> None:
-        for name in (*self.names, self.switch):
+        for name in (*self.names, *self.switches):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _limit(namespace: str, interface: str, bits_per_second: float, queue_ms: int = 100) -> None:
+    # The smallest burst that still takes whole segments of 64 KB from the network stack.
+    limit = f"tbf rate {int(bits_per_second)}bit burst 128kb latency {queue_ms}ms"
+    _sh(f"tc -n {namespace} qdisc replace dev {interface} root {limit}")
 
 
 def _sh(command: str) -> None:
@@ -130,4 +160,5 @@ def _sh(command: str) -> None:
 
 
 def _terminate(number: int, frame: object) -> None:
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number)

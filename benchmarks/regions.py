@@ -1,4 +1,4 @@
-"""What is measured: one region (a collective and a matmul), and every way of running it.
+"""What is measured: one region (collectives and matmuls) as a module, and its sizes.
 
 Compute comes in two kinds. `matmul` is a real one. `standin` is an op of this benchmark that sleeps in proportion to its
 rows instead of multiplying, so that more ranks than cores are meaningful: the cores are free for the transfers, as they
@@ -8,10 +8,7 @@ are beside an accelerator. The product is told about the op with `fo_compiler.re
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +16,13 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
 import fo_compiler
-from fo_compiler.runtime import ops
 
 # Names of torch 2.13 on, and before.
 all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
-KINDS = ("all_gather", "reduce_scatter")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "chain")
 COMPUTES = ("standin", "matmul")
-CHUNKS = (2, 4, 8)
 ROWS = 512  # of one rank's slice
 
 
@@ -40,7 +35,7 @@ class Case:
     slice_mb: float
     slice_ms: float
     compute: str = "standin"
-    columns: int = 16  # of the matmul's other factor; for `matmul`, what makes it last `slice_ms`
+    columns: int = 16  # of the narrow side of the matmul; for `matmul`, what makes it last `slice_ms`
 
     @property
     def slice_bytes(self) -> int:
@@ -52,31 +47,59 @@ class Case:
         return max(1, round(self.slice_mb * 2**20 / ROWS / 4))
 
     @property
+    def rows(self) -> int:
+        """Rows of the whole tensor."""
+        return ROWS * self.ranks
+
+    @property
+    def matmuls(self) -> int:
+        return 2 if self.kind == "chain" else 1
+
+    @property
+    def crossings(self) -> int:
+        """How often the ranks - 1 slices cross each link: there and back in an all-reduce and in a chain."""
+        return 2 if self.kind in ("all_reduce", "chain") else 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether what the first matmul reads comes from the other ranks."""
+        return self.kind in ("all_gather", "all_to_all", "chain")
+
+    @property
     def shape(self) -> tuple[int, int, int]:
-        """M, K, N of the whole matmul: a gathered tensor is [M, K], a scattered one [M, N]."""
-        if self.kind == "all_gather":
-            return ROWS * self.ranks, self.width, self.columns
-        return ROWS * self.ranks, self.columns, self.width
+        """M, K, N of the (first) matmul, whole: a tensor that travels is [M, width]."""
+        return (self.rows, self.width, self.columns) if self.gathers else (self.rows, self.columns, self.width)
 
     def lasting(self, us_per_column: float) -> Case:
-        """The case with as many columns as make one slice last `slice_ms`."""
-        return replace(self, columns=max(16, round(self.slice_ms * 1e3 / us_per_column / 16) * 16))
+        """The case with as many columns as make the compute on one slice last `slice_ms`."""
+        columns = self.slice_ms * 1e3 / us_per_column / self.matmuls
+        return replace(self, columns=max(16, round(columns / 16) * 16))
 
 
 # --- the stand-in ---------------------------------------------------------------------------------------------------
 
+# How long the stand-in takes; outside of the graph, so that one compiled module serves all of them.
+_us_per_row = 0.0
+
+
+def set_pace(case: Case) -> None:
+    """Let the stand-ins of this process last as long as the case says."""
+    global _us_per_row
+    _us_per_row = case.slice_ms * 1e3 / ROWS / case.matmuls
+
+
 _LIBRARY = torch.library.Library("fo_bench", "DEF")
-_LIBRARY.define("timed_matmul(Tensor x, Tensor w, float us_per_row) -> Tensor", tags=(torch.Tag.flexible_layout,))
+_LIBRARY.define("timed_matmul(Tensor x, Tensor w) -> Tensor", tags=(torch.Tag.flexible_layout,))
 
 
-def _timed_matmul(x: Tensor, w: Tensor, us_per_row: float) -> Tensor:
-    end = time.perf_counter() + x.shape[0] * us_per_row * 1e-6
+def _timed_matmul(x: Tensor, w: Tensor) -> Tensor:
+    end = time.perf_counter() + x.shape[0] * _us_per_row * 1e-6
     result = x.new_empty(x.shape[0], w.shape[1])
     time.sleep(max(0.0, end - time.perf_counter()))
     return result
 
 
-def _timed_matmul_fake(x: Tensor, w: Tensor, us_per_row: float) -> Tensor:
+def _timed_matmul_fake(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[1])
 
 
@@ -90,132 +113,51 @@ fo_compiler.register_rule(timed_matmul, "mk,kn->mn", is_matmul=True)
 
 
 class Region(nn.Module):
-    """x_shard [M / R, K] -> all-gather -> @ w [K, N], or x [M, K] @ w -> reduce-scatter -> [M / R, N]."""
+    """R ranks, M rows in all, W = width, C = columns:
+
+    all_gather      x_shard [M / R, W] -> all-gather -> @ w [W, C]                       -> [M, C]
+    all_to_all      x [M, W]           -> all-to-all of R blocks of rows -> @ w [W, C]   -> [M, C]
+    reduce_scatter  x [M, C]           -> @ w [C, W] -> reduce-scatter                   -> [M / R, W]
+    all_reduce      x [M, C]           -> @ w [C, W] -> all-reduce                       -> [M, W]
+    chain           x_shard [M / R, W] -> all-gather -> @ w [W, C] -> @ v [C, W] -> reduce-scatter -> [M / R, W]
+    """
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.us_per_row = case.slice_ms * 1e3 / ROWS
         _, k, n = case.shape
-        self.register_buffer("w", torch.randn(k, n, generator=torch.Generator().manual_seed(1)))
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("w", torch.randn(k, n, generator=generator))
+        self.register_buffer("v", torch.randn(n, k, generator=generator))
+
+    def multiply(self, x: Tensor, w: object) -> Tensor:
+        assert isinstance(w, Tensor)
+        result: Tensor = torch.mm(x, w) if self.case.compute == "matmul" else timed_matmul(x, w)
+        return result
 
     def body(self, x: Tensor) -> Tensor:
-        assert isinstance(self.w, Tensor)
-        if self.case.compute == "matmul":
-            return torch.mm(x, self.w)
-        result: Tensor = timed_matmul(x, self.w, self.us_per_row)
-        return result
+        """The compute between the collectives."""
+        x = self.multiply(x, self.w)
+        return self.multiply(x, self.v) if self.case.kind == "chain" else x
 
     def forward(self, x: Tensor) -> Tensor:
         group = dist.group.WORLD
         assert group is not None
-        if self.case.kind == "all_gather":
-            return self.body(all_gather(x, 0, group))
-        result: Tensor = reduce_scatter(self.body(x), "sum", 0, group)
-        return result
+        kind = self.case.kind
+        if kind in ("all_gather", "chain"):
+            x = all_gather(x, 0, group)
+        elif kind == "all_to_all":
+            x = funcol.all_to_all_single(x, None, None, group)
+        x = self.body(x)
+        if kind in ("reduce_scatter", "chain"):
+            x = reduce_scatter(x, "sum", 0, group)
+        elif kind == "all_reduce":
+            x = funcol.all_reduce(x, "sum", group)
+        return x
 
 
 def example_input(case: Case) -> Tensor:
-    """This rank's x: its shard of a tensor that is gathered, or all of one whose product is scattered."""
+    """This rank's x."""
     m, k, _ = case.shape
     generator = torch.Generator().manual_seed(2 + dist.get_rank())
-    return torch.randn(ROWS if case.kind == "all_gather" else m, k, generator=generator)
-
-
-# --- ways to run it -------------------------------------------------------------------------------------------------
-
-Way = Callable[[], Any]
-
-
-def ways(case: Case, machine: str, options: dict[str, Any]) -> dict[str, Way]:
-    """Name -> one run of the region on this rank."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    region, x = Region(case), example_input(case)
-    torch.compiler.reset()
-    inductor = torch.compile(region, backend="inductor")
-    alone = torch.compile(region.body, backend="inductor")
-    ours = torch.compile(region, backend="flashoverlap", options={"machine": machine, **options})
-    m, k, _ = case.shape
-    body_input = torch.randn(m, k)
-    part = torch.randn(ROWS, case.width)
-    whole = torch.randn(m, case.width)
-    sliced = _sliced_gather if case.kind == "all_gather" else _sliced_scatter
-    transfers = _gather_transfers if case.kind == "all_gather" else _scatter_transfers
-    collective: Way = (
-        (lambda: dist.all_gather_into_tensor(torch.empty_like(whole), part))
-        if case.kind == "all_gather"
-        else (lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole))
-    )
-    return {
-        "serial": lambda: funcol.wait_tensor(region(x)),
-        "inductor": lambda: inductor(x),
-        **{f"sliced_{chunks}": _bind(sliced, region, x, chunks) for chunks in CHUNKS},
-        "overlap": lambda: ours(x),
-        "compute": lambda: alone(body_input),
-        "collective": collective,
-        "transfers": lambda: transfers(part if case.kind == "all_gather" else whole),
-    }
-
-
-def _bind(function: Callable[..., Any], *args: Any) -> Way:
-    return lambda: function(*args)
-
-
-def _sliced_gather(region: Region, x: Tensor, chunks: int) -> Tensor:
-    """What one does by hand: gather the next chunk of the rows while this one is multiplied."""
-    ranks, rows = region.case.ranks, ROWS // chunks
-    result = x.new_empty(ranks, chunks, rows, region.case.columns)
-
-    def start(chunk: int) -> tuple[Tensor, Any]:
-        gathered = x.new_empty(ranks * rows, x.shape[1])
-        return gathered, dist.all_gather_into_tensor(gathered, x[chunk * rows : (chunk + 1) * rows], async_op=True)
-
-    coming = start(0)
-    for chunk in range(chunks):
-        gathered, work = coming
-        work.wait()
-        if chunk + 1 < chunks:
-            coming = start(chunk + 1)
-        result[:, chunk] = region.body(gathered).view(ranks, rows, -1)
-    return result.view(-1, region.case.columns)
-
-
-def _sliced_scatter(region: Region, x: Tensor, chunks: int) -> Tensor:
-    """What one does by hand: reduce-scatter a chunk of every rank's rows while the next one is multiplied."""
-    ranks, rows = region.case.ranks, ROWS // chunks
-    result = x.new_empty(ROWS, region.case.width)
-    by_chunk = x.view(ranks, chunks, rows, -1)
-    going: list[tuple[Any, Tensor]] = []
-    for chunk in range(chunks):
-        product = region.body(by_chunk[:, chunk].reshape(ranks * rows, -1))
-        part = result[chunk * rows : (chunk + 1) * rows]
-        going.append((dist.reduce_scatter_tensor(part, product, async_op=True), product))
-    for work, _ in going:
-        work.wait()
-    return result
-
-
-def _gather_transfers(part: Tensor) -> list[Tensor]:
-    """The transfers of an all-gather alone, round the ring."""
-    parts = [part]
-    for _ in range(dist.get_world_size() - 1):
-        parts.append(_ring_step(parts[-1]))
-    return parts
-
-
-def _scatter_transfers(whole: Tensor) -> Tensor:
-    """The transfers and sums of a reduce-scatter alone, round the ring."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    parts = whole.chunk(ranks)
-    total = parts[(rank - 1) % ranks]
-    for step in range(1, ranks):
-        total = _ring_step(total) + parts[(rank - 1 - step) % ranks]
-    return total
-
-
-def _ring_step(tensor: Tensor) -> Tensor:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    assert dist.group.WORLD is not None
-    received = ops.exchange(tensor, (rank + 1) % ranks, (rank - 1) % ranks, dist.group.WORLD.group_name, "benchmark")
-    result: Tensor = ops.wait(received, tensor)
-    return result
+    return torch.randn(ROWS if case.kind in ("all_gather", "chain") else m, k, generator=generator)

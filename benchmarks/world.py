@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -95,11 +97,21 @@ class World:
                 try:
                     good, value = connection.recv()
                 except EOFError:
-                    good, value = False, "the process ended"
+                    good, value = False, self._end_of(rank_of[connection])
                 if not good:
                     raise RuntimeError(f"rank {rank_of[connection]}: {value}")
                 results[rank_of[connection]] = value
         return [results[rank] for rank in range(self.ranks)]
+
+    def _end_of(self, rank: int) -> str:
+        """How a rank that is gone has ended."""
+        process = self._workers[rank][0]
+        process.join(5)
+        code = process.exitcode
+        if code is not None and code < 0:
+            killed = " (out of memory, or killed by hand)" if code == -signal.SIGKILL else ""
+            return f"the process was ended by {signal.Signals(-code).name}{killed}"
+        return f"the process ended with status {code}"
 
     def _end(self) -> None:
         for _, connection in self._workers:
@@ -111,14 +123,18 @@ class World:
                 process.join()
 
 
-def shaping_here(rate: str, slow_rank: int | None = None, slow_factor: float = 0.5) -> tuple[Shaping | None, str]:
+def shaping_here(
+    rate: str, slow_rank: int | None = None, slow_factor: float = 0.5, nodes: int = 1
+) -> tuple[Shaping | None, str]:
     """The shaping if it is possible here, and a line that says what the links are."""
-    shaping = Shaping(rate, slow_rank, slow_factor)
+    shaping = Shaping(rate, slow_rank, slow_factor, nodes)
     shaping.bits_per_second(0)
     reason = why_unshaped()
     if reason:
         return None, f"unshaped loopback ({reason}); a rate limit needs root and network namespaces"
     slow = "" if slow_rank is None else f", that of rank {slow_rank} {slow_factor:g} of it"
+    if nodes > 1:
+        slow = f", {nodes} nodes, whose ranks share {slow_factor:g} of it on the way out"
     return shaping, f"every uplink limited to {rate}{slow}"
 
 
@@ -180,6 +196,7 @@ def _serve(place: _Place, directory: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of functions that have newer names
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import network, never_slower, overlap
+from benchmarks import network, never_slower, outcome, overlap
 from benchmarks.network import Shaping, parse_rate
-from benchmarks.regions import Case
-from fo_compiler.schedule.network import Uniform
+from benchmarks.regions import KINDS, Case
+from benchmarks.world import World
+from fo_compiler.calibration import LinkFit
+from fo_compiler.records import Record
+from fo_compiler.schedule import Kind
+from fo_compiler.schedule.choose import Region as RegionNumbers
+from fo_compiler.schedule.choose import choose
+from fo_compiler.schedule.machine import simple_machine
+from fo_compiler.schedule.network import TwoLevel, Uniform
 
 KEYS = {"serial_ms", "inductor_ms", "sliced_ms", "overlap_ms", "compute_ms", "comm_ms", "bound_ms", "hidden"}
 CASE = Case("all_gather", 4, slice_mb=2, slice_ms=25)
@@ -43,20 +55,20 @@ def test_a_case_moves_the_bytes_it_says() -> None:
 
 
 def test_the_bound_is_compute_where_the_link_is_fast_and_the_link_where_it_is_slow() -> None:
-    fast = overlap.bound_of(CASE, 100e3, Uniform(0.0, 100.0))
+    fast = outcome.bound_of(CASE, 100e3, Uniform(0.0, 100.0))
     assert fast.us == pytest.approx(100e3)
-    slow = overlap.bound_of(CASE, 100e3, Uniform(0.0, 0.01))
+    slow = outcome.bound_of(CASE, 100e3, Uniform(0.0, 0.01))
     assert slow.us == pytest.approx(3 * CASE.slice_bytes / 10 + 100e3 / 32)  # the last of 8 slices a rank is computed
 
 
 def test_a_turn_lasts_as_long_as_its_slowest_rank() -> None:
-    assert overlap.slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 5.0]}
+    assert outcome.slowest([{"a": [1.0, 5.0]}, {"a": [2.0, 3.0]}]) == {"a": [2.0, 5.0]}
 
 
 def test_the_summary_has_the_promised_keys_and_the_hidden_share() -> None:
     names = ["serial", "inductor", "sliced_2", "sliced_4", "sliced_8", "overlap", "compute", "collective", "transfers"]
     values = [160.0, 160.0, 130.0, 126.0, 128.0, 103.0, 100.0, 60.0, 57.0]
-    row = overlap.summary(
+    row = outcome.summary(
         {name: [value] * 3 for name, value in zip(names, values, strict=True)}, CASE, Uniform(0.0, 1.0)
     )
     assert set(row) >= KEYS
@@ -65,11 +77,86 @@ def test_the_summary_has_the_promised_keys_and_the_hidden_share() -> None:
 
 
 def test_the_table_has_a_column_for_the_bound() -> None:
-    row = {"kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None}
-    row |= dict.fromkeys(overlap.COLUMNS, 1.0)
-    head, _, body = overlap.table([row]).splitlines()
+    row = {"kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None, "predicted_ms": None}
+    row |= {"spread": 0.01} | dict.fromkeys(outcome.COLUMNS, 1.0)
+    head, _, body = outcome.table([row]).splitlines()
     assert "bound" in head
     assert "left alone" in body
+
+
+def test_a_case_that_failed_says_so_in_the_table_and_the_others_stay() -> None:
+    failed = {"kind": "chain", "ranks": 8, "failed": "failed: rank 3: the process was ended by SIGKILL"}
+    head, _, body = outcome.table([failed]).splitlines()
+    assert "SIGKILL" in body
+    assert body.count("|") == head.count("|")
+
+
+def test_what_does_not_fit_the_time_is_listed_as_not_measured() -> None:
+    setup = overlap.Setup(None, "unshaped", 3, 1.0)
+    rows = list(overlap.run([CASE, replace(CASE, kind="chain")], setup, {}, end=0.0))
+    assert [row["kind"] for row in rows] == ["all_gather", "chain"]
+    assert all("no time left" in row["failed"] for row in rows)
+
+
+def test_links_between_two_nodes_are_a_network_of_two_levels() -> None:
+    fit = {"latency_us": 10.0, "median_error": 0.0, "worst_error": 0.0}
+    crossing = {(1, 2), (3, 0)}
+    links = {
+        (a, (a + 1) % 4): LinkFit(bandwidth_GBps=0.05 if (a, (a + 1) % 4) in crossing else 0.1, **fit) for a in range(4)
+    }
+    world = SimpleNamespace(run=lambda *_: [(links, {Kind.ALL_TO_ALL: LinkFit(bandwidth_GBps=0.01, **fit)})])
+    measured = overlap.links_measured(world, CASE, Shaping("1gbit", nodes=2))  # type: ignore[arg-type]
+    found = measured.network
+    assert [(c.kind, c.ranks, c.bandwidth_GBps) for c in measured.collectives] == [("all_to_all", 4, 0.01)]
+    assert isinstance(found, TwoLevel)
+    assert (found.ranks_per_node, found.inside.bandwidth_GBps, found.adapter_GBps) == (2, 0.1, 0.05)
+
+
+@pytest.mark.parametrize("rewrite", [True, False])
+def test_the_prediction_is_read_from_the_reason_as_the_scheduler_writes_it(rewrite: bool) -> None:
+    machine = simple_machine(bandwidth_GBps=0.1 if rewrite else 1e6)
+    choice = choose(Kind.ALL_GATHER, machine, 4, RegionNumbers(lambda m: 25e3 / m, 2e6))
+    assert choice.rewrite is rewrite
+    assert choice.schedule is not None
+    schedule = choice.schedule.describe() if rewrite else None
+    record = Record("forward", "all_gather", 4, rewrite, schedule, (), choice.reason)
+    assert outcome.predicted_ms(record) == pytest.approx(choice.predicted_us / 1e3, rel=1e-3)
+
+
+def test_a_record_without_a_prediction_has_none() -> None:
+    assert outcome.predicted_ms(Record("forward", "all_gather", 4, False, None, (), "no matmul reads it")) is None
+
+
+def sliced_on_a_rank(kind: str) -> float:
+    """Largest difference between the region and what is sliced by hand, both eager, real matmuls."""
+    from benchmarks.regions import Region, example_input
+    from benchmarks.ways import sliced
+
+    case = Case(kind, 2, slice_mb=0.05, slice_ms=0.0, compute="matmul")
+    region, x = Region(case), example_input(case)
+    whole = torch.ops._c10d_functional.wait_tensor(region(x))
+    worst = 0.0
+    for chunks in (2, 4):
+        pieces = [piece.view(-1, 512 // chunks, piece.shape[1]) for piece in sliced(region, x, chunks)]
+        worst = max(worst, (torch.stack(pieces, 1).view(whole.shape) - whole).abs().max().item())
+    return worst
+
+
+@pytest.mark.slow
+def test_what_is_sliced_by_hand_computes_the_region() -> None:
+    with World(2, None) as world:
+        worst = {kind: max(world.run(sliced_on_a_rank, kind, timeout_s=60)) for kind in KINDS}
+    assert all(difference < 1e-3 for difference in worst.values()), worst
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_reported_with_its_signal() -> None:
+    with World(1, None) as world, pytest.raises(RuntimeError, match=r"rank 0: .*SIGKILL"):
+        world.run(die, timeout_s=60)
 
 
 def test_shapes_are_different_and_reproducible() -> None:
@@ -109,7 +196,7 @@ def test_the_conclusion_counts_what_was_wrong() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("kind", ["all_gather", "chain"])
 def test_an_unshaped_run_prints_the_promised_figures(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,3 +210,4 @@ def test_an_unshaped_run_prints_the_promised_figures(
     # Two slices of 5 ms: the stand-in sleeps at least that long. How much longer is the machine's business.
     assert row["compute_ms"] >= 10
     assert row["overlap_ms"] >= 10
+    assert row["predicted_ms"] >= 10

@@ -1,0 +1,251 @@
+"""A training step of the demo's transformer, at a larger size, on limited links: step time and exposed communication.
+
+python benchmarks/training.py --ranks 2 --ranks 4 --rate 500mbit
+
+Real matmuls. The links and the matmuls are calibrated in the run (`fo-compiler calibrate` does the same), and the backend decides
+by itself. Three ways of compiling the same model train from the same seed, one step of each in turn:
+
+inductor      plain
+scheduled     Inductor with its own settings for overlap (it moves whole collectives)
+flashoverlap  ours
+
+step_ms       median step, slowest rank
+exposed_ms    how long a rank waits for communication, or posts it, in a step: by torch.profiler, from the ops that do so
+hidden        1 - exposed / exposed under plain Inductor
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.results import save
+from benchmarks.world import World, shaping_here
+
+PHASES = ("forward", "backward")
+SCHEDULED = {
+    "reorder_for_compute_comm_overlap": True,
+    "aten_distributed_optimizations.enable_overlap_scheduling": True,
+}
+# Ops in which a rank stands still for communication, or starts it. gloo's own run in threads of its own.
+COMMUNICATION = ("_c10d_functional::", "fo_compiler::exchange", "fo_compiler::wait")
+Step = Callable[[int], float]
+
+
+def calibrate(path: str) -> None:
+    import torch.distributed as dist
+
+    from fo_compiler.calibration import Calibrator
+
+    calibration = Calibrator(repeats=3).machine("calibrated in this run")
+    if dist.get_rank() == 0:
+        calibration.machine.save(path)
+
+
+def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
+    """Train in all ways on this rank; per way its step times, exposed times and losses."""
+    import torch
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+    import llama
+    import train_tensor_parallel as demo
+
+    from fo_compiler.records import record
+
+    config = replace(llama.LlamaConfig(), dim=sizes["dim"], hidden_dim=sizes["hidden"], n_layers=sizes["layers"])
+    batches = demo.text_batches(steps + 4, sizes["batch"], sizes["seq_len"])
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
+        "inductor": ("inductor", {}),
+        "scheduled": ("inductor", SCHEDULED),
+        "flashoverlap": ("flashoverlap", {"machine": machine}),
+    }
+    found: dict[str, Any] = {name: {"losses": [], "step_ms": []} for name in ways}
+    running: dict[str, Step] = {}
+    with record() as report:
+        for name, (backend, options) in ways.items():
+            step = _trainer(backend, options, config, batches)
+            start = time.perf_counter()
+            try:
+                found[name]["losses"].append(step(0))
+            except Exception as error:  # of the competitor's settings, on this device
+                if name == "flashoverlap":
+                    raise
+                found[name]["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                continue
+            found[name]["first_step_s"] = time.perf_counter() - start
+            running[name] = step
+    for index in range(1, steps + 1):
+        for name, step in running.items():
+            dist.barrier()
+            start = time.perf_counter()
+            found[name]["losses"].append(step(index))
+            found[name]["step_ms"].append((time.perf_counter() - start) * 1e3)
+    for name, step in running.items():
+        found[name]["exposed_ms"] = exposed_ms(step, (steps + 1, steps + 2, steps + 3))
+    torch.compiler.reset()
+    return {"ways": found, "records": [(r.graph, r.rewritten, r.collective) for r in report.records]}
+
+
+def _trainer(backend: str, options: dict[str, Any], config: Any, batches: list[Any]) -> Step:
+    import llama
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.manual_seed(0)
+    model = llama.apply_tensor_parallel(llama.Llama(config), init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    # A code object of its own: each way keeps its graphs, and none is compiled again because of another one.
+    compiled = torch.compile(model, backend=backend, options=options or None)
+
+    def step(index: int) -> float:
+        tokens, targets = batches[index]
+        with torch.profiler.record_function("phase forward"):
+            loss = F.cross_entropy(compiled(tokens).flatten(0, 1), targets.flatten())
+        with torch.profiler.record_function("phase backward"):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    return step
+
+
+def exposed_ms(step: Step, indices: tuple[int, ...]) -> dict[str, float]:
+    """Per phase: time a step in ops of communication, median over some profiled steps of this rank."""
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for index in indices:
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            step(index)
+        for phase, us in exposed_us(
+            [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+        ).items():
+            found[phase].append(us / 1e3)
+    return {phase: statistics.median(values) for phase, values in found.items()}
+
+
+def exposed_us(events: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Time in ops of communication by phase, from (name, start, end); an op inside another one counts once."""
+    total = dict.fromkeys(PHASES, 0.0)
+    for phase in PHASES:
+        spans = [(start, end) for name, start, end in events if name == f"phase {phase}"]
+        inside = sorted(
+            (start, end) for name, start, end in events
+            if name.startswith(COMMUNICATION) and any(first <= start < last for first, last in spans)
+        )  # fmt: skip
+        until = float("-inf")
+        for start, end in inside:
+            total[phase] += max(0.0, end - max(start, until))
+            until = max(until, end)
+    return total
+
+
+def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the slowest rank, and what is hidden against plain Inductor."""
+    ways: dict[str, Any] = {}
+    for name, mine in of_ranks[0]["ways"].items():
+        all_of_it = [rank["ways"][name] for rank in of_ranks]
+        if any("failed" in of_rank for of_rank in all_of_it):
+            ways[name] = {"failed": next(of_rank["failed"] for of_rank in all_of_it if "failed" in of_rank)}
+            continue
+        turns = [max(turn) for turn in zip(*(of_rank["step_ms"] for of_rank in all_of_it), strict=True)]
+        exposed = {phase: max(of_rank["exposed_ms"][phase] for of_rank in all_of_it) for phase in PHASES}
+        ways[name] = {
+            "step_ms": round(statistics.median(turns), 2),
+            "first_step_s": round(max(of_rank["first_step_s"] for of_rank in all_of_it), 1),
+            "exposed_ms": {phase: round(ms, 2) for phase, ms in exposed.items()},
+            "loss": mine["losses"][-1],
+        }
+    plain = ways["inductor"]
+    for way in ways.values():
+        if "failed" not in way:
+            way["hidden"] = {
+                phase: round(1 - way["exposed_ms"][phase] / max(plain["exposed_ms"][phase], 1e-9), 4)
+                for phase in PHASES
+            }
+            way["loss_difference"] = abs(way["loss"] / plain["loss"] - 1)
+    records = of_ranks[0]["records"]
+    counts = {
+        phase: {
+            "rewritten": sum(done for graph, done, _ in records if graph == phase),
+            "collectives": sum(graph == phase for graph, _, _ in records),
+        }
+        for phase in PHASES
+    }
+    return {"ways": ways, "collectives": counts}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = "| ranks | | step, ms | exposed forward, ms | exposed backward, ms | hidden forward | hidden backward | rewritten |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['ranks']} | {row['failed']} | | | | | | |")
+            continue
+        for name, way in row["ways"].items():
+            if "failed" in way:
+                lines.append(f"| {row['ranks']} | {name} | {way['failed']} | | | | | |")
+                continue
+            counts = row["collectives"].values()
+            done = (
+                ", ".join(f"{c['rewritten']} of {c['collectives']}" for c in counts) if name == "flashoverlap" else ""
+            )
+            exposed, hidden = way["exposed_ms"], way["hidden"]
+            cells = [str(row["ranks"]), name, f"{way['step_ms']:.0f}"]
+            cells += [f"{exposed[phase]:.0f}" for phase in PHASES]
+            cells += [f"{hidden[phase]:.2f}" for phase in PHASES] if name != "inductor" else ["", ""]
+            lines.append(f"| {' | '.join([*cells, done])} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, action="append", help="may be repeated; default: 2 and 4")
+    parser.add_argument("--rate", default="500mbit", help="of each uplink")
+    parser.add_argument("--layers", type=int, default=1, help="blocks; compile time grows with them")
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1408)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="write the results to this file, after each number of ranks")
+    args = parser.parse_args(arguments)
+    sizes = {name: getattr(args, name) for name in ("layers", "dim", "hidden", "batch", "seq_len")}
+    rows: list[dict[str, Any]] = []
+    for ranks in args.ranks or (2, 4):
+        shaping, line = shaping_here(args.rate)
+        print(f"{ranks} ranks, {line}", flush=True)
+        row: dict[str, Any] = {"ranks": ranks, "links": line, **sizes}
+        try:
+            with World(ranks, shaping, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
+                machine = f"{directory}/machine.json"
+                world.run(calibrate, machine)
+                row |= conclude(world.run(train, machine, sizes, args.steps))
+        except (RuntimeError, TimeoutError) as error:
+            print(f"FAILED: {ranks} ranks: {error}", file=sys.stderr, flush=True)
+            row["failed"] = f"failed: {str(error).strip().splitlines()[-1]}"
+        rows.append(row)
+        print(table([row]), flush=True)
+        if args.out:
+            save(args.out, rows)
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
