@@ -55,7 +55,7 @@ def rotary(x: Tensor, theta: float) -> Tensor:
     angle = torch.arange(seq_len, dtype=torch.float32, device=x.device)[:, None] * inverse_frequency
     cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
     first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).type_as(x)
 
 
 class Attention(nn.Module):

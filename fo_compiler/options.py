@@ -42,6 +42,9 @@ class Options:
     max_buffer_mb: float | None = None
     """Largest extra memory of one region's transfers, in MB (1e6 bytes); None: no limit."""
 
+    compute_streams: int = 1
+    """Streams on CUDA that the matmuls of slices run on: 1, the caller's, or 2 of their own, in turn."""
+
     agreement: str = "error"
     """When ranks decided differently about a graph that is about to run first: `error` on every rank; `plain`: all use the
     plain collectives instead, in a graph that the backend calls itself, which is the forward of what is compiled (a backward
@@ -58,6 +61,8 @@ class Options:
         m = self.slices_per_rank
         if m is not None and (not isinstance(m, int) or isinstance(m, bool) or m < 1):
             raise OptionError.wrong("slices_per_rank", "a whole number of at least 1, or None", m)
+        if self.compute_streams not in (1, 2) or isinstance(self.compute_streams, bool):
+            raise OptionError.wrong("compute_streams", "1 or 2", self.compute_streams)
         if not _is_number(self.margin) or not 0 <= self.margin < 1:
             raise OptionError.wrong("margin", "a number from 0 to 1", self.margin)
         if self.max_buffer_mb is not None and (not _is_number(self.max_buffer_mb) or not self.max_buffer_mb >= 0):
@@ -122,6 +127,10 @@ def _from_environment() -> dict[str, Any]:
                 raise OptionError(
                     f"environment variable {variable}: expected a whole number of at least 1, got {text!r}."
                 )
+            values[name] = int(text)
+        elif name == "compute_streams":
+            if text not in ("1", "2"):
+                raise OptionError(f"environment variable {variable}: expected 1 or 2, got {text!r}.")
             values[name] = int(text)
         elif name in ("margin", "max_buffer_mb"):
             try:

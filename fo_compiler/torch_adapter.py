@@ -220,3 +220,136 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
+def compile_with_inner(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    inner: Callable[..., Callable[..., Any]],
+    config_patches: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """AOTAutograd, and `inner` for each graph instead of Inductor (torch._inductor.compile_fx, 2.11 to 2.14)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(  # type: ignore[return-value]
+        gm, example_inputs, inner_compile=cast(Any, inner), config_patches=dict(config_patches)
+    )
+
+
+def generate_code(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    move: Callable[[fx.GraphModule, list[Any]], list[Any]],
+    **arguments: Any,
+) -> str:
+    """Inductor's program for a graph; nothing is loaded or run.
+
+    `move` may put the graph and its inputs on another device between Inductor's graph passes and its lowering.
+    Lives in torch._inductor.compile_fx and GraphLowering (torch._inductor.graph), 2.11 to 2.14.
+    """
+    from unittest import mock
+
+    import torch._inductor.config as config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    lower = GraphLowering.run
+    programs: list[str] = []
+
+    class Generated(Exception):
+        pass
+
+    def run(lowering: Any, *inputs: Any) -> Any:
+        return lower(lowering, *move(lowering.module, list(inputs)))
+
+    def stop(lowering: Any) -> Any:
+        program = lowering.codegen()[0]
+        programs.append(getattr(program, "value", program))
+        raise Generated
+
+    with (
+        config.patch(force_disable_caches=True, compile_threads=1),
+        mock.patch.object(GraphLowering, "run", run),
+        mock.patch.object(GraphLowering, "compile_to_module", stop),
+        mock.patch("torch._inductor.scheduler.has_triton", return_value=True),
+    ):
+        try:
+            compile_fx_inner(gm, example_inputs, **arguments)
+        except Exception as error:
+            if not programs or not _caused_by(error, Generated):
+                raise
+    return programs[0]
+
+
+def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+    while error is not None:
+        if isinstance(error, kind) or kind.__name__ in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def compile_triton_kernel(name: str, source: str) -> list[Any]:
+    """The compiled variants of a Triton kernel that Inductor wrote, for the active driver's target, none of them loaded.
+
+    Lives in PyCodeCache (torch._inductor.codecache) and torch._inductor.runtime.triton_heuristics, 2.11 to 2.14.
+    """
+    from unittest import mock
+
+    from torch._inductor.codecache import PyCodeCache
+
+    with mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"):
+        kernel = getattr(PyCodeCache.load(source), name)
+        kernel.precompile(warm_cache_only=True)
+    return [result.kernel for result in kernel.compile_results]
+
+
+def fake_tensor_on(value: Any, device: torch.device) -> Any:
+    """A fake tensor like `value` on a device that need not exist (torch._subclasses.fake_tensor, 2.11 to 2.14)."""
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    if not isinstance(value, FakeTensor):
+        return value
+    with unset_fake_temporarily():
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, like, device)
+
+
+def fake_module(module: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """Put the meta tensors of a module, shards of DTensors included, on fake CPU memory; returns the mode and the inputs.
+
+    Lives in torch._subclasses.fake_tensor, 2.11 to 2.14.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.distributed.tensor import DTensor
+
+    mode = FakeTensorMode()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            local = fake(tensor.to_local())
+            return DTensor.from_local(
+                local,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        return FakeTensor(mode, tensor, torch.device("cpu"))  # type: ignore[no-any-return, unused-ignore]
+
+    with torch.no_grad():
+        for part in module.modules():
+            for name, parameter in list(part.named_parameters(recurse=False)):
+                setattr(part, name, torch.nn.Parameter(fake(parameter.detach()), parameter.requires_grad))
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, fake(buffer))
+        return mode, [fake(tensor) for tensor in inputs]
+
+
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """A process group of ranks that are not there (torch.testing._internal.distributed.fake_pg, 2.11 to 2.14)."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

@@ -26,11 +26,14 @@ from ..torch_adapter import group_members, inductor_pass_class, trace_artifact
 from .decide import decide, machine_of
 from .graph_verifier import signature, verify_graph
 from .order import pin_order
+from .races import check_plan
 from .regions import Region
 from .rewrite import rewrite_region
 from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
+from .slice_matmuls import use_slice_matmuls
+from .streams import assign_streams, has_streams, plan_of
 
 _SHORT = {
     Kind.ALL_GATHER: "ag",
@@ -107,6 +110,12 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     published = GraphRecords(tuple(records), options.agreement, digest)
     _announce(graph, published)
     verify_graph(graph, outputs_before, taken_out)
+    if has_streams(graph):
+        if options.compute_streams > 1:
+            use_slice_matmuls(graph)
+        assign_streams(graph, options.compute_streams)
+        graph.lint()
+        check_plan(plan_of(graph))
     if dump is not None:
         dump.finish(graph, [(r.tag, r.schedule, r.region.site.rank) for r in done], published)
     if pin:

@@ -7,11 +7,16 @@
 `wait` takes the sent tensor too: it stays a live value of the graph until the transfer is done, so that no compiler
 reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on the wait,
 and no copy is made. Nothing is mutated, as far as the graph can see.
+
+On a device with streams the graph says on which one a transfer runs (`runtime/streams.py`, `passes/streams.py`): `stream`
+is where it is launched, `after` are the events that it runs behind, `event` is the one that it records.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,15 +25,17 @@ from torch.fx.node import has_side_effect
 
 from ..errors import TransferError
 from ..records import publish_payload
+from . import streams
 from .transport import Transfer, current_transport
 
 _LIBRARY = torch.library.Library("fo_compiler", "DEF")
 # A transfer is ordered by the graph, and takes any strides: what is sent is made contiguous below.
 _LIBRARY.define(
-    "exchange(Tensor send, int dst, int src, str group_name, str label) -> Tensor",
+    "exchange(Tensor send, int dst, int src, str group_name, str label, *, "
+    "int stream=0, int[] after=[], int event=-1) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
-_LIBRARY.define("wait(Tensor(a) recv, Tensor sent) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
+_LIBRARY.define("wait(Tensor(a) recv, Tensor sent, *, int[] after=[]) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 # Its result says that it ran; it only takes a tensor to know the device.
 _LIBRARY.define("announce(Tensor anchor, str records) -> Tensor", tags=(torch.Tag.flexible_layout,))
 
@@ -46,25 +53,57 @@ class _InFlight(NamedTuple):
 _pending: dict[int, _InFlight] = {}
 
 
-def _exchange(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
+@dataclass
+class _Launched:
+    """A transfer that a side stream has been given: its event says when it is done, and the host waits for nothing."""
+
+    sent: Tensor  # alive until the event is waited for; it may be a contiguous copy
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.sent.device).wait_event(self.event)
+
+
+def _exchange(
+    send: Tensor,
+    dst: int,
+    src: int,
+    group_name: str,
+    label: str,
+    *,
+    stream: int = streams.CALLER,
+    after: Sequence[int] = (),
+    event: int = streams.NO_EVENT,
+) -> Tensor:
     recv = torch.empty(send.shape, dtype=send.dtype, device=send.device)
     if not recv.numel():  # never without memory, so that the address of an empty buffer is its own, too
         recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(send.shape)
+    sent = send if send.is_contiguous() else send.contiguous()
+    outgoing, incoming = (sent, dst) if dst >= 0 else None, (recv, src) if src >= 0 else None
+    transfer: Transfer
     try:
-        transfer = current_transport().post(
-            group_name,
-            (send if send.is_contiguous() else send.contiguous(), dst) if dst >= 0 else None,
-            (recv, src) if src >= 0 else None,
-        )
+        if event == streams.NO_EVENT:
+            transfer = current_transport().post(group_name, outgoing, incoming)
+        else:
+            with streams.launch(send.device, stream, after, event):
+                current_transport().post(group_name, outgoing, incoming).wait()  # the side stream waits
+            transfer = _Launched(sent, streams.recorded(send.device, event))
     except RuntimeError as error:
         raise _failure("could not be started", label, group_name, error) from error
     address = _address(recv)
-    buffer = weakref.ref(recv, lambda _: _pending.pop(address, None))
+    buffer = weakref.ref(recv, lambda _: _drop(address))
     _pending[address] = _InFlight(transfer, label, group_name, buffer)
     return recv
 
 
-def _wait(recv: Tensor, sent: Tensor) -> Tensor:
+def _drop(address: int) -> None:
+    """Forget a transfer whose buffer is no more; a side stream that still writes to it comes before what is next there."""
+    entry = _pending.pop(address, None)
+    if entry is not None and isinstance(entry.transfer, _Launched):
+        entry.transfer.wait()
+
+
+def _wait(recv: Tensor, sent: Tensor, *, after: Sequence[int] = ()) -> Tensor:
     entry = _pending.pop(_address(recv), None)
     if entry is None:
         raise TransferError(
@@ -92,7 +131,7 @@ def _failure(what: str, label: str, group_name: str, cause: BaseException) -> Tr
     )
 
 
-def _exchange_fake(send: Tensor, dst: int, src: int, group_name: str, label: str) -> Tensor:
+def _exchange_fake(send: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty(send.shape, dtype=send.dtype, device=send.device)
 
 
@@ -107,7 +146,7 @@ def _announce_fake(anchor: Tensor, records: str) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=anchor.device)
 
 
-def _alias(tensor: Tensor, *_: object) -> Tensor:
+def _alias(tensor: Tensor, *_: object, **__: object) -> Tensor:
     alias: Tensor = torch.ops.aten.alias.default(tensor)  # an op may not return an input itself
     return alias
 

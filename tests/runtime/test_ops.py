@@ -97,7 +97,7 @@ def test_announce_passes_the_operator_check(tensor: Tensor) -> None:
 
 def test_wait_is_an_alias_of_what_it_waits_for_in_schema_and_fake() -> None:
     (returned,) = ops.wait._schema.returns
-    recv, sent = ops.wait._schema.arguments
+    recv, sent, _ = ops.wait._schema.arguments
     assert recv.alias_info is not None
     assert returned.alias_info is not None
     assert recv.alias_info.before_set == returned.alias_info.before_set

@@ -1,0 +1,128 @@
+"""Side streams and events, against a fake of torch.cuda that writes down what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fo_compiler.runtime import stream_ops, streams
+from fo_compiler.runtime.streams import CALLER, COMM, NO_EVENT, join, launch, side_stream
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """The part of torch.cuda that streams use. `log` has what each stream was given, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.made = 0
+        self.current = FakeStream(self, "caller")
+
+    def current_stream(self, device: int) -> FakeStream:
+        return self.current
+
+    def current_device(self) -> int:
+        return 0
+
+    def Stream(self, device: int, priority: int) -> FakeStream:
+        self.made += 1
+        return FakeStream(self, f"side{self.made}")
+
+    def Event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    @contextmanager
+    def stream(self, target: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, target
+        yield
+        self.current = before
+
+    def work(self, name: str) -> None:
+        self.log.append(f"{self.current.name}: {name}")
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.log.append(f"{self.name}: wait {event.where}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.log.append(f"{self.name}: wait for {other.name}")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.where = cuda, "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        self.where = f"{stream.name}@{sum(line.startswith(stream.name) for line in self.cuda.log)}"
+        self.cuda.log.append(f"{stream.name}: record")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(streams.torch, "cuda", fake)
+    monkeypatch.setattr(streams, "_streams", {})
+    streams._of_thread.__dict__.clear()
+    return fake
+
+
+def test_a_side_stream_forks_from_the_caller_and_joins_it(cuda: FakeCuda) -> None:
+    cuda.work("before")
+    with launch(DEVICE, COMM, [CALLER], 1):
+        cuda.work("transfer")
+    cuda.work("matmul")
+    join(DEVICE, [1])
+    assert cuda.log == [
+        "caller: before",
+        "side1: wait for caller",
+        "side1: transfer",
+        "side1: record",
+        "caller: matmul",
+        "caller: wait side1@2",
+    ]
+
+
+def test_the_number_of_streams_is_bounded_however_many_launches(cuda: FakeCuda) -> None:
+    for index in range(100):
+        with launch(DEVICE, index % 4, [CALLER], index + 1):
+            pass
+    assert cuda.made == 3
+
+
+def test_work_on_the_callers_stream_waits_for_no_event_of_its_own(cuda: FakeCuda) -> None:
+    with launch(DEVICE, CALLER, [CALLER], NO_EVENT):
+        cuda.work("matmul")
+    assert cuda.log == ["caller: matmul"]
+
+
+def test_each_recording_is_a_new_event(cuda: FakeCuda) -> None:
+    """An event from a captured graph must not be waited for in another run."""
+    seen = []
+    for _ in range(2):
+        with launch(DEVICE, COMM, [CALLER], 1):
+            pass
+        seen.append(streams._events(DEVICE)[1])
+    assert seen[0] is not seen[1]
+
+
+def test_devices_have_streams_of_their_own(cuda: FakeCuda) -> None:
+    assert side_stream(DEVICE, COMM) is side_stream(DEVICE, COMM)
+    assert side_stream(DEVICE, COMM) is not side_stream(torch.device("cuda", 1), COMM)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slice_matmul_writes_its_slice_and_nothing_else(dim: int) -> None:
+    a, b = torch.randn(2, 3, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    out = torch.zeros((7, 5) if dim == 0 else (2, 12), dtype=torch.float64)
+    stream_ops.slice_matmul(out, a, b, dim, 4)
+    expected = torch.zeros_like(out)
+    expected.narrow(dim, 4, 2 if dim == 0 else 5).copy_(a @ b)
+    torch.testing.assert_close(out, expected)
