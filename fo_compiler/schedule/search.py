@@ -188,6 +188,7 @@ class _Planner:
         arrives_by: dict[int, int] = {}  # slice -> number of its transfer
         before: dict[int, int] = {}  # transfer -> the one before it at the same end
         last: dict[bool, int] = {}
+        not_before: defaultdict[tuple[int, int] | bool, float] = defaultdict(float)  # by link, or by end
         steps_on: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by link
         arrived = {t.slice: t.arrival_us for t in transfers if t.destination == rank}
         # (planned time, posts before computes, number of the transfer, action)
@@ -206,9 +207,14 @@ class _Planner:
                 before[number] = last[sends]
             last[sends] = number
             steps_on[transfer.source, transfer.destination].append(number)
-            events.append(
-                (self._post_at(rank, transfer, arrived.get(transfer.slice, 0.0), computes, posting), 0, number, post)
-            )
+            # Both ends post the transfers of a link in one order. Nothing may be planned before what it waits for:
+            # a circle of such waits would never end.
+            strict = posting is Posting.STRICT
+            after = sends if strict else (transfer.source, transfer.destination)
+            wanted = self._post_at(rank, transfer, arrived.get(transfer.slice, 0.0), computes, posting)
+            post_us = max(not_before[after], wanted)
+            not_before[after] = transfer.arrival_us if strict else post_us
+            events.append((post_us, 0, number, post))
         events += [(begin, 1, 0, Compute(self._name(slice_, rank))) for begin, slice_ in computes]
         program: list[Action] = []
         waited: set[int] = set()
