@@ -15,6 +15,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("auto", *FAMILY_NAMES),
     "agreement": ("error", "plain", "off"),
 }
+_COUNTS = ("slices_per_rank", "depth")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Options:
 
     slices_per_rank: int | None = None
     """Slices that each rank's shard is cut into, at most; None: chosen by the scheduler."""
+
+    depth: int | None = None
+    """Matmuls (attention counts as one) that a region may hold one behind the other; None: what saves most time."""
 
     machine: str | None = None
     """Machine that times are predicted for: a preset's name or a calibrated file; None: a default for the device."""
@@ -58,9 +62,10 @@ class Options:
             value = getattr(self, name)
             if value not in choices:
                 raise OptionError.wrong(name, f"one of {', '.join(map(repr, choices))}", value)
-        m = self.slices_per_rank
-        if m is not None and (not isinstance(m, int) or isinstance(m, bool) or m < 1):
-            raise OptionError.wrong("slices_per_rank", "a whole number of at least 1, or None", m)
+        for name in _COUNTS:
+            count = getattr(self, name)
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise OptionError.wrong(name, "a whole number of at least 1, or None", count)
         if self.compute_streams not in (1, 2) or isinstance(self.compute_streams, bool):
             raise OptionError.wrong("compute_streams", "1 or 2", self.compute_streams)
         if not _is_number(self.margin) or not 0 <= self.margin < 1:
@@ -122,7 +127,7 @@ def _from_environment() -> dict[str, Any]:
         text = os.environ.get(variable)
         if not text:
             continue
-        if name == "slices_per_rank":
+        if name in _COUNTS:
             if not text.isdecimal() or int(text) < 1:
                 raise OptionError(
                     f"environment variable {variable}: expected a whole number of at least 1, got {text!r}."

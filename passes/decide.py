@@ -21,10 +21,13 @@ from ..schedule.choose import DEFAULT_SLICES_PER_RANK, Choice, choose
 from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
+from .attention import ROWS, product_sizes
 from .regions import Region, plan_region
-from .rules import tensor_operands
+from .rules import ATTENTIONS, tensor_operands
 from .separability import shape_of, tensor_of
 from .sites import Site
+
+DEEPEST = 4  # matmuls that a region may have one behind the other: out of attention's two, and beyond
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,27 @@ class Product:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a site. `schedule` is None where it is left alone; `reason` has the predicted times."""
+    """What to do with a site. `schedule` is None where it is left alone; `reason` has the predicted times.
+
+    `choice` has the times as numbers, also of the schedule that is not used; None where there is no prediction.
+    """
 
     region: Region
     schedule: Schedule | None
     reason: str
+    choice: Choice | None = None
+
+    @property
+    def best(self) -> Schedule | None:
+        """The best schedule, whether it pays or not."""
+        return self.schedule if self.choice is None else self.choice.schedule
+
+    @property
+    def saved_us(self) -> float:
+        """What the best schedule takes off the plain time; below 0 where it is slower."""
+        if self.choice is None or self.choice.best is None:
+            return 0.0
+        return self.choice.plain_us - self.choice.best.predicted_us
 
 
 def machine_of(options: Options, device_type: str) -> Machine:
@@ -59,28 +78,45 @@ def machine_of(options: Options, device_type: str) -> Machine:
     return find_machine(options.machine) if options.machine is not None else default_machine(device_type)
 
 
-def decide(site: Site, options: Options) -> Decision:
-    """Plan the region of a site and choose its schedule.
+def decide(site: Site, options: Options, reserved: frozenset[Node] = frozenset()) -> Decision:
+    """Plan the region of a site and choose how deep it is, and its schedule.
 
-    Raises NotSeparable, with the reasons, where no matmul can be computed slice by slice.
+    Deeper regions have more to hide the transfer under, and pay for it with thinner matmuls: the one that saves most time
+    is taken. They leave `reserved` matmuls, those next to other collectives, to these. Raises NotSeparable, with the
+    reasons, where no matmul can be computed slice by slice.
     """
-    region = plan_region(site, options.slices_per_rank or 1)
-    site = region.site  # with the dim that it is cut along
-    shard = shape_of(site.value)[site.dim] // site.ranks
+    best = deepest = _decide(site, options, options.depth or 1, reserved)
+    for depth in range(2, DEEPEST + 1) if options.depth is None else ():
+        deeper = _decide(site, options, depth, reserved)
+        if len(deeper.region.matmuls) <= len(deepest.region.matmuls):
+            break
+        deepest = deeper
+        if deeper.saved_us > best.saved_us:
+            best = deeper
+    return best
+
+
+def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node]) -> Decision:
+    def plan(slices_per_rank: int) -> Region:
+        return plan_region(site, slices_per_rank, depth, reserved)
+
+    region = plan(options.slices_per_rank or 1)
+    cut = region.site  # with the dim that it is cut along
+    shard = shape_of(cut.value)[cut.dim] // cut.ranks
     wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
     numbers = tuple(m for m in wanted if shard % m == 0)
     try:
         choice = _predict(region, options, numbers)
         if choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
-            region = plan_region(site, choice.schedule.slices_per_rank)
+            region = plan(choice.schedule.slices_per_rank)
             if region.slices_per_rank != choice.schedule.slices_per_rank:  # some view only takes coarser slices
                 choice = _predict(region, options, (region.slices_per_rank,))
     except MachineError as error:
-        schedule = None if options.rewrite == "auto" else build(site.kind, families(site, options)[0], site.ranks)
-        return Decision(plan_region(site, 1), schedule, f"no prediction: {error}")
+        schedule = None if options.rewrite == "auto" else build(cut.kind, families(cut, options)[0], cut.ranks)
+        return Decision(plan(1), schedule, f"no prediction: {error}")
     if options.rewrite == "auto":
-        return Decision(region, choice.schedule if choice.rewrite else None, choice.reason)
-    return Decision(region, choice.schedule, f"rewrite='always'; auto: {choice.reason}")
+        return Decision(region, choice.schedule if choice.rewrite else None, choice.reason, choice)
+    return Decision(region, choice.schedule, f"rewrite='always'; auto: {choice.reason}", choice)
 
 
 def families(site: Site, options: Options) -> tuple[str, ...]:
@@ -142,12 +178,15 @@ def _choose(
 
 def product_of(region: Region, node: Node) -> Product:
     """The sizes of a matmul of a region, and which of them is cut."""
+    cut = region.cuts.get(node)
+    if node.target in ATTENTIONS:
+        assert cut is not None
+        return Product(*product_sizes(node), cut="m" if cut.dim == ROWS else "batch")
     # The last two tensors are the factors (a bias comes first), but for linear, where it comes last.
     a = tensor_operands(node)[0 if node.target is torch.ops.aten.linear.default else -2]
     shape = shape_of(node)
     sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": shape_of(a)[-1], "n": shape[-1]}
     batch = prod(shape[:-2])
-    cut = region.cuts.get(node)
     if cut is None:
         return Product(batch, **sizes, cut="k")
     where = {len(shape) - 1: "n", len(shape) - 2: "m"}.get(cut.dim, "batch")

@@ -27,7 +27,7 @@ from .decide import decide, machine_of
 from .graph_verifier import signature, verify_graph
 from .order import pin_order
 from .races import check_plan
-from .regions import Region
+from .regions import Region, plan_region
 from .rewrite import rewrite_region
 from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
@@ -98,11 +98,13 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     which = graph_kind(graph)
     outputs_before, digest = signature(graph), _graph_digest(graph)
     dump = GraphDump.open(options.dump_dir, which, _global_rank(), graph)
+    near = matmuls_next_to(collectives, groups) if options.depth != 1 and options.rewrite != "never" else {}
     records: list[Record] = []
     done: list[Rewritten] = []
     taken_out: dict[str, bool] = {}
     for node in collectives:
-        record, rewritten = _handle(graph, node, which, options, groups, len(done))
+        reserved = frozenset(matmul for matmul, owners in near.items() if owners != {node})
+        record, rewritten = _handle(graph, node, which, options, groups, len(done), reserved)
         records.append(record)
         taken_out[node.name] = rewritten is not None
         if rewritten is not None:
@@ -136,6 +138,21 @@ def _graph_digest(graph: Graph) -> str:
     return hashlib.sha256("\n".join(map(line, graph.nodes)).encode()).hexdigest()[:16]
 
 
+def matmuls_next_to(collectives: list[Node], groups: Groups) -> dict[Node, set[Node]]:
+    """The matmuls that are the first on their way from or to a collective, and those collectives."""
+    near: dict[Node, set[Node]] = {}
+    for node in collectives:
+        site = site_of(node, groups)
+        if isinstance(site, LeftAlone):
+            continue
+        try:
+            for matmul in plan_region(site, 1).matmuls:
+                near.setdefault(matmul, set()).add(node)
+        except NotSeparable:
+            continue
+    return near
+
+
 def graph_kind(graph: Graph) -> str:
     """`forward`, `backward` or `inference`, by the names that AOTAutograd gives the inputs."""
     names = [node.name for node in graph.find_nodes(op="placeholder")]
@@ -145,7 +162,13 @@ def graph_kind(graph: Graph) -> str:
 
 
 def _handle(
-    graph: Graph, node: Node, which: str, options: Options, groups: Groups, number: int
+    graph: Graph,
+    node: Node,
+    which: str,
+    options: Options,
+    groups: Groups,
+    number: int,
+    reserved: frozenset[Node],
 ) -> tuple[Record, Rewritten | None]:
     """One collective: its record, and the region if it was rewritten."""
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -161,7 +184,7 @@ def _handle(
     if options.rewrite == "never":
         return left_alone("option rewrite='never'")
     try:
-        decision = decide(site, options)
+        decision = decide(site, options, reserved)
     except NotSeparable as refusal:
         return left_alone(str(refusal))
     region, schedule = decision.region, decision.schedule

@@ -1,8 +1,9 @@
 """Separable regions: what runs slice by slice around one site.
 
 A region grows node by node, downstream from an all-gather and upstream from a reduce-scatter, as far as the rules carry
-the cut and up to the first matmuls on each path; then it is trimmed to what the matmuls need. Pointwise work behind a
-gathered matmul, or before a scattered one, stays outside, where Inductor fuses it over the whole tensor.
+the cut and up to the first matmuls on each path, or through `depth` of them; then it is trimmed to what the matmuls need.
+Pointwise work behind a gathered matmul, or before a scattered one, stays outside, where Inductor fuses it over the whole
+tensor.
 
 A region is convex: no input of it depends on it. So it can be computed in one place of the program.
 """
@@ -18,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from ..schedule import Kind
-from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, rule_of
+from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, is_shared_item, rule_of
 from .separability import Cut, NotSeparable, Split, shape_of, slice_size
 from .sites import Site
 
@@ -28,14 +29,18 @@ class Region:
     """The nodes that run slice by slice, in graph order, and how each is cut.
 
     `cuts` has every sliced tensor of the region: the site's value and the outputs of the members; those of a member
-    whose output is a sum over slices are absent. `outputs` are read outside, and are joined (or summed) there.
+    whose output is a sum over slices are absent. `outputs` are read outside, and are joined (or summed) there. `shared`
+    are results that are the same for every slice. `depth` is how many matmuls may stand one behind the other.
     """
 
     site: Site
     slices_per_rank: int
+    depth: int = 1
+    reserved: frozenset[Node] = frozenset()
     members: list[Node] = field(default_factory=list)
     splits: dict[Node, Split] = field(default_factory=dict)
     cuts: dict[Node, Cut] = field(default_factory=dict)
+    shared: set[Node] = field(default_factory=set)
     refusals: list[str] = field(default_factory=list)  # why the region did not grow further
 
     @property
@@ -84,15 +89,17 @@ class Region:
         return dead | ({site.value} if self.is_gather else set())
 
 
-def plan_region(site: Site, slices_per_rank: int) -> Region:
-    """Grow the region of a site, cut in at most `slices_per_rank` slices a rank.
+def plan_region(site: Site, slices_per_rank: int, depth: int = 1, reserved: frozenset[Node] = frozenset()) -> Region:
+    """Grow the region of a site, cut in at most `slices_per_rank` slices a rank, through at most `depth` matmuls a path.
+
+    `reserved` matmuls are taken as the first of a path only: they are next to other collectives.
 
     Raises NotSeparable, with the reasons met on the way, if no matmul can be reached.
     """
     reasons: list[str] = []
     candidates = (site, *site.alternatives)
     for candidate, m in [(c, m) for c in candidates for m in _divisors(c, slices_per_rank)]:
-        region = Region(candidate, m)
+        region = Region(candidate, m, depth, reserved)
         try:
             (_grow_downstream if region.is_gather else _grow_upstream)(region)
             if region.matmuls:
@@ -133,6 +140,7 @@ def _grow_downstream(region: Region) -> None:
     seen: set[Node] = set()
     readers: set[Node] = set()  # of a cut tensor, not yet visited
     outside: set[Node] = set()  # depends on the region, and is not in it
+    passed: dict[Node, int] = {site.value: 0}  # matmuls on the shortest way to here
 
     def push(node: Node, is_reader: bool) -> None:
         for user in node.users:
@@ -150,6 +158,8 @@ def _grow_downstream(region: Region) -> None:
         try:
             if not is_reader:
                 raise NotSeparable("")
+            behind = min(passed[o] for o in node.all_input_nodes if o in passed)
+            _check_reserved(region, node, behind)
             split = _try_member(region, node, outside)
         except NotSeparable as refusal:
             if str(refusal):
@@ -161,7 +171,8 @@ def _grow_downstream(region: Region) -> None:
         region.splits[node] = split
         if split.output is not None:
             region.cuts[node] = split.output
-        push(node, split.output is not None and node.target not in MATMULS)
+        passed[node] = behind + (node.target in MATMULS)
+        push(node, split.output is not None and passed[node] < region.depth)
     _trim(region, toward_matmuls=True)
 
 
@@ -177,6 +188,11 @@ def _try_member(region: Region, node: Node, outside: set[Node]) -> Split:
         raise NotSeparable(f"{node.name}: no way to add up the partial results of {node.target}")
     _check_outside_inputs(split, region)
     return split
+
+
+def _check_reserved(region: Region, node: Node, behind: int) -> None:
+    if behind and node in region.reserved:
+        raise NotSeparable(f"{node.name} is next to another collective")
 
 
 def _check_outside_inputs(split: Split, region: Region) -> None:
@@ -195,6 +211,7 @@ def _grow_upstream(region: Region) -> None:
     frontier: list[_Latest] = [_Latest(site.value)]
     seen: set[Node] = {site.value}
     pending = {site.value}
+    passed: dict[Node, int] = {site.value: 0}  # matmuls on the shortest way to here
     while pending:
         node = heapq.heappop(frontier).node
         pending.discard(node)
@@ -207,6 +224,7 @@ def _grow_upstream(region: Region) -> None:
                     raise NotSeparable(f"{node.name} is also read on a path to the collective that is not cut")
                 if _is_taken(node):
                     raise NotSeparable(f"{node.name} already runs slice by slice in another region")
+                _check_reserved(region, node, passed[node])
                 split = rule_of(node).from_output(node, wanted[node], n)
                 if any(wanted.get(operand, cut) != cut for operand, cut in split.inputs.items()):
                     raise NotSeparable(f"an input of {node.name} would have to be cut along two dims at once")
@@ -220,11 +238,13 @@ def _grow_upstream(region: Region) -> None:
         is_member = len(region.members) > members_before
         if not is_member:
             whole.add(node)
+        behind = passed.get(node, 0) + (node.target in MATMULS)
         for operand in node.all_input_nodes:
             if is_member and operand not in region.splits[node].inputs:
                 whole.add(operand)
-            elif is_member and node.target not in MATMULS:
+            elif is_member and behind < region.depth:
                 wanted[operand] = region.splits[node].inputs[operand]
+                passed[operand] = min(behind, passed.get(operand, behind))
                 pending.add(operand)
             if operand not in seen:
                 seen.add(operand)
@@ -256,7 +276,10 @@ def _trim(region: Region, toward_matmuls: bool) -> None:
         for item in node.users if isinstance(node.meta.get("val"), (tuple, list)) else ():
             kept.add(item)
             region.splits[item] = Split({node: region.cuts[node]}, region.cuts[node])
-            region.cuts[item] = region.cuts[node]
+            if is_shared_item(item):
+                region.shared.add(item)
+            else:
+                region.cuts[item] = region.cuts[node]
     region.members = sorted(kept)
     region.splits = {node: region.splits[node] for node in region.members}
     if region.is_gather:

@@ -8,6 +8,7 @@ tool that reads FX graphs reads it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.fx import Graph, Node
 
 from ..runtime import ops
 from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
+from .attention import sliced_call
 from .regions import Region
 from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims
 from .separability import Cut, local_shape, shape_of, strides_that_matter, tensor_of
@@ -70,6 +72,8 @@ class _Writer:
         self.schedule = schedule
         self.tag = tag
         self.after = after
+        # Ops that make a tensor of nothing have to be told that the tensors of this graph are fake.
+        self.fake_mode = getattr(tensor_of(region.site.value), "fake_mode", None) or nullcontext()
         self.step = 0
         self.pieces: dict[Node, dict[int, Node]] = {node: {} for node in region.read_outside()[0]}  # by slice
         self.totals: dict[Node, Node] = {}  # outputs that are sums over slices, so far
@@ -99,6 +103,7 @@ class _Writer:
                 case Store(slice_, step):
                     self.sums[slice_] = self.received.pop(step)
         results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
+        results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
         results.update(self.totals)
         if not self.region.is_gather:
             results[self.site.wait] = self._summed_result() if self._reduces else self._exchanged_result()
@@ -142,7 +147,7 @@ class _Writer:
         if region.is_gather:
             local[self.site.value] = self.held[slice_]
         for node in region.members:
-            summed = node not in region.cuts
+            summed = node not in region.cuts and node not in region.shared
             local[node] = self._local(node, index, local, self.totals.get(node) if summed else None)
             if summed:
                 self.totals[node] = local[node]
@@ -171,6 +176,11 @@ class _Writer:
             assert split.output is not None
             shape = local_shape(shape_of(node), split.output, self.region.slices)
             args = (args[0], shape, *args[2:])
+
+        def emit(name: str, helper: Any, helper_args: tuple[Any, ...], helper_kwargs: dict[str, Any]) -> Node:
+            return self._emit(f"{node.name}_{name}", helper, helper_args, slice_, kwargs=helper_kwargs)
+
+        args, kwargs = sliced_call(node, split.output, slice_, self.region.slices, args, kwargs, emit)
         pinned = node.target in MATMULS
         if total is not None and node.target in ADD_PRODUCT:
             target, args = ADD_PRODUCT[node.target], (total, *args[-2:])
@@ -361,7 +371,8 @@ class _Writer:
             node = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.tag}{infix}_{name}")
         if source is not None:
             node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta})
-        node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+        with self.fake_mode:
+            node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
         node.meta["fo"] = Place(self.tag, step, stream, slice_, pinned)
         return node
 

@@ -14,21 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .separability import Axes, AxesRule, Label, NotSeparable, ReshapeRule, Rule, shape_of
+from . import attention
+from .separability import Axes, AxesRule, Label, NotSeparable, ReshapeRule, Rule, argument, shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-
-def argument(node: Node, name: str) -> Any:
-    """The value that a node passes for the schema argument `name`, or its default."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, formal in enumerate(node.target._schema.arguments):
-        if formal.name == name:
-            if index < len(node.args) and not formal.kwarg_only:
-                return node.args[index]
-            return node.kwargs.get(name, formal.default_value)
-    raise KeyError(name)
 
 
 def tensor_operands(node: Node) -> list[Node]:
@@ -202,8 +192,16 @@ def getitem(node: Node) -> Axes:
     """One of the tensors that a node yields: cut as they all are."""
     source = node.args[0]
     assert isinstance(source, Node)
+    if is_shared_item(node):
+        raise NotSeparable(f"{node.name} is the same for every slice of {source.name}")
     labels = _identity_labels(node)
     return Axes(((source, labels),), labels)
+
+
+def is_shared_item(node: Node) -> bool:
+    """Whether a node is one of several results of an op, and is not cut with the others: every slice yields the same."""
+    source = node.args[0]
+    return isinstance(source, Node) and node.args[1] in attention.RANDOM_STATE.get(source.target, ())
 
 
 def embedding(node: Node) -> Axes:
@@ -278,6 +276,8 @@ RESHAPES: tuple[Any, ...] = (aten.view.default, aten.reshape.default, aten._unsa
 RULES: dict[Any, Rule] = {
     **{op: AxesRule(axes) for op, axes in _AXES.items()},
     **dict.fromkeys(RESHAPES, ReshapeRule()),
+    **dict.fromkeys(attention.RANDOM_STATE, attention.AttentionRule(attention.forward)),
+    **dict.fromkeys(attention.BACKWARDS, attention.AttentionRule(attention.backward)),
 }
 
 _POINTWISE_RULE = AxesRule(pointwise)
@@ -305,7 +305,15 @@ VIEWS: frozenset[Any] = frozenset(
 )
 
 # What makes a region worth having, and how the partial sums of slices are added up where its K dim is cut.
-MATMULS: set[Any] = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default}
+ATTENTIONS: frozenset[Any] = frozenset(attention.RANDOM_STATE) | attention.BACKWARDS
+MATMULS: set[Any] = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.linear.default,
+    *ATTENTIONS,
+}
 ADD_PRODUCT: dict[Any, Any] = {
     aten.mm.default: aten.addmm.default,
     aten.addmm.default: aten.addmm.default,

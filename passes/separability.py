@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -53,6 +53,17 @@ class Rule(Protocol):
 
     def from_output(self, node: Node, cut: Cut, n: int) -> Split:
         """The output is to be cut; the answer says how the inputs have to be."""
+
+
+def argument(node: Node, name: str) -> Any:
+    """The value that a node passes for the schema argument `name`, or its default."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, formal in enumerate(node.target._schema.arguments):
+        if formal.name == name:
+            if index < len(node.args) and not formal.kwarg_only:
+                return node.args[index]
+            return node.kwargs.get(name, formal.default_value)
+    raise KeyError(name)
 
 
 def tensor_of(node: Node) -> torch.Tensor:

@@ -328,3 +328,76 @@ def scatter_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[tor
     op, dim = draw(st.sampled_from(["sum", "sum", "avg"])), draw(st.sampled_from([None, *dims, *dims]))
     result = all_reduce(p, y, op) if dim is None else reduce_scatter(p, y, dim, op)
     return p.finish([steps(p, draw, result, 1), *p.leaves])
+
+
+# --- attention ----------------------------------------------------------------------------------------------------------
+
+
+def attention(p: Program, draw: Draw, q: fx.Node, k: fx.Node, v: fx.Node) -> fx.Node:
+    """Attention of [B, H, L, E] in one of its forms: the fused op, or bmm, softmax, bmm; the result is [B, H, L, F]."""
+    (batch, heads, rows, _), keys = shape(q), shape(k)[2]
+    causal = draw(st.booleans())
+    if draw(st.integers(0, 2)) == 0 and shape(k)[1] == heads:
+        q, k, v = (p.call(aten.reshape.default, x, [batch * heads, *shape(x)[2:]]) for x in (q, k, v))
+        scores = p.call(aten.bmm.default, q, p.call(aten.permute.default, k, [0, 2, 1]))
+        if causal:
+            scores = p.call(aten.add.Tensor, scores, p.input(rows, keys))
+        weights = p.call(aten._softmax.default, scores, -1, False)
+        return p.call(aten.reshape.default, p.call(aten.bmm.default, weights, v), [batch, heads, rows, shape(v)[2]])
+    kwargs: dict[str, Any] = {}
+    if not causal and draw(st.booleans()):
+        mask = [batch if draw(st.booleans()) else 1, heads if draw(st.booleans()) else 1, rows, keys]
+        kwargs["attn_mask"] = p.input(*mask)
+    if draw(st.booleans()):
+        kwargs["scale"] = 0.3
+    both = p.call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, causal, **kwargs)
+    if draw(st.booleans()):
+        p.leaves.append(p.call(operator.getitem, both, 1))
+    return p.call(operator.getitem, both, 0)
+
+
+def _heads(p: Program, draw: Draw, x: fx.Node, heads: int) -> fx.Node:
+    """[B, L, H * E] -> [B, H, L, E]"""
+    batch, rows, width = shape(x)
+    return p.call(
+        aten.permute.default, p.call(aten.reshape.default, x, [batch, rows, heads, width // heads]), [0, 2, 1, 3]
+    )
+
+
+@st.composite
+def attention_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torch.dtype]) -> Program:
+    """(all-gather | projection | nothing) -> attention -> output projection -> (reduce-scatter | all-reduce)"""
+    p = Program(draw(ranks), draw(st.sampled_from(dtypes)))
+    batch, groups, size = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2])), draw(st.integers(2, 3))
+    few = draw(st.sampled_from([1, 1, 2, p.ranks]))
+    heads = few * groups
+    rows = p.ranks * draw(st.sampled_from([1, 2, 3, 4]))
+    keys = draw(st.sampled_from([rows, rows, rows + 1, max(1, rows - 1)]))
+    gathered = draw(st.sampled_from([None, 0, 1, 2]))  # the dim along which the query, and perhaps all three, arrives
+
+    def operand(heads: int, length: int, all_three: bool) -> fx.Node:
+        full = [batch * (p.ranks if gathered == 0 else 1), length, heads * size * (p.ranks if gathered == 1 else 1)]
+        if (gathered == 2 and not all_three) or gathered is None:
+            x = p.input(*full)
+        else:
+            dim = {0: 0, 1: 2, 2: 1}[gathered]
+            full[dim] //= p.ranks
+            x = all_gather(p, p.input(*full), dim)
+        if draw(st.booleans()):
+            width = shape(x)[-1]
+            x = p.call(aten.reshape.default, p.call(aten.mm.default, flat(p, x), p.input(width, width)), shape(x))
+        return _heads(p, draw, x, heads * (p.ranks if gathered == 1 else 1))
+
+    q, k, v = operand(heads, rows, True), operand(few, keys, gathered != 2), operand(few, keys, gathered != 2)
+    y = attention(p, draw, q, k, v)
+    y = p.call(aten.permute.default, y, [0, 2, 1, 3])
+    y = p.call(aten.reshape.default, y, [*shape(y)[:2], shape(y)[2] * shape(y)[3]])
+    if draw(st.booleans()):
+        p.leaves.append(y)
+    if draw(st.integers(0, 3)):
+        width = p.ranks * draw(st.integers(1, 2))
+        product = p.call(aten.mm.default, flat(p, y), p.input(shape(y)[-1], width))
+        y = p.call(aten.reshape.default, product, [*shape(y)[:-1], width])
+    dims = [dim for dim, extent in enumerate(shape(y)) if extent % p.ranks == 0]
+    dim = draw(st.sampled_from([None, *dims, *dims]))
+    return p.finish([all_reduce(p, y) if dim is None else reduce_scatter(p, y, dim), *p.leaves])

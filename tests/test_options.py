@@ -47,6 +47,7 @@ def test_each_schedule_family_may_be_forced(family: str) -> None:
         ("rewrite", True, "'auto', 'always', 'never'"),
         ("schedule", "rings", "'ring'"),
         ("slices_per_rank", 0, "whole number of at least 1"),
+        ("depth", 0, "whole number of at least 1"),
         ("slices_per_rank", 1.5, "whole number of at least 1"),
         ("slices_per_rank", True, "whole number of at least 1"),
         ("slices_per_rank", "2", "whole number of at least 1"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fo_compiler.options import Options
 from fo_compiler.testing import assert_equivalent
-from tests.programs import Program, gather_programs, scatter_programs
+from tests.programs import Program, attention_programs, gather_programs, scatter_programs
 
 EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250"))
 PROFILE = settings(
@@ -26,6 +26,7 @@ forced = st.builds(
     rewrite=st.just("always"),
     schedule=st.sampled_from(["auto", "ring", "bidirectional", "direct"]),
     slices_per_rank=st.sampled_from([1, 1, 2, 3, 4]),
+    depth=st.sampled_from([None, 1, 2, 3, 4]),
 )
 few_ranks = st.sampled_from([2, 2, 3, 3, 4])
 
@@ -46,6 +47,12 @@ def test_what_follows_an_all_gather_is_unchanged(program: Program, options: Opti
 @PROFILE
 @given(scatter_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_what_precedes_a_reduce_scatter_is_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 8)
+@given(attention_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_attention_near_a_collective_is_unchanged(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
