@@ -1,13 +1,15 @@
 """The pass: every collective of a post-grad graph, to its record and, where it pays, to a rewritten region.
 
 site -> region -> schedule -> rewrite,  one collective after the other;  then order, then a check
+
+Collectives whose results are added are merged first, and an all-reduce may be split in two, each half a region of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +26,9 @@ from ..runtime.transport import current_transport
 from ..schedule import Kind, Schedule, verify
 from ..torch_adapter import group_members, inductor_pass_class, trace_artifact
 from .decide import decide, machine_of
+from .edit import Edit
 from .graph_verifier import signature, verify_graph
+from .merge_sums import merge_sums
 from .order import pin_order
 from .races import check_plan
 from .regions import Region, plan_region
@@ -33,6 +37,7 @@ from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 from .slice_matmuls import use_slice_matmuls
+from .split_all_reduce import split_all_reduce, wanted_matmuls
 from .streams import assign_streams, has_streams, plan_of
 
 _SHORT = {
@@ -92,26 +97,20 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
 
     `pin` fixes the order of launch for a compiler; an interpreter runs the nodes as they stand, and needs none of it.
     """
-    collectives = [node for node in graph.nodes if is_collective(node)]
+    collectives = {node.name: node for node in graph.nodes if is_collective(node)}
     if not collectives:
         return GraphRecords(())
     which = graph_kind(graph)
     outputs_before, digest = signature(graph), _graph_digest(graph)
     dump = GraphDump.open(options.dump_dir, which, _global_rank(), graph)
-    near = matmuls_next_to(collectives, groups) if options.depth != 1 and options.rewrite != "never" else {}
-    records: list[Record] = []
-    done: list[Rewritten] = []
-    taken_out: dict[str, bool] = {}
-    for node in collectives:
-        reserved = frozenset(matmul for matmul, owners in near.items() if owners != {node})
-        record, rewritten = _handle(graph, node, which, options, groups, len(done), reserved)
-        records.append(record)
-        taken_out[node.name] = rewritten is not None
-        if rewritten is not None:
-            done.append(rewritten)
+    rewriter = _Rewriter(graph, which, list(collectives.values()), options, groups)
+    for name, node in collectives.items():
+        if name not in rewriter.records:  # it may have gone together with an earlier one
+            rewriter.handle(node)
+    records, done = [rewriter.records[name] for name in collectives], rewriter.done
     published = GraphRecords(tuple(records), options.agreement, digest)
     _announce(graph, published)
-    verify_graph(graph, outputs_before, taken_out)
+    verify_graph(graph, outputs_before, {name: rewriter.records[name].rewritten for name in collectives})
     if has_streams(graph):
         if options.compute_streams > 1:
             use_slice_matmuls(graph)
@@ -161,44 +160,91 @@ def graph_kind(graph: Graph) -> str:
     return "forward" if any(name.startswith("primals") for name in names) else "inference"
 
 
-def _handle(
-    graph: Graph,
-    node: Node,
-    which: str,
-    options: Options,
-    groups: Groups,
-    number: int,
-    reserved: frozenset[Node],
-) -> tuple[Record, Rewritten | None]:
-    """One collective: its record, and the region if it was rewritten."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    name, group = f"{node.target._opname} ({node.name})", group_name_of(node) or ""
-    site = site_of(node, groups)
+class _Rewriter:
+    """Takes the collectives of one graph, one after the other, to their records."""
 
-    def left_alone(reason: str) -> tuple[Record, None]:
-        tensor = _describe(site) if isinstance(site, Site) else ""
-        return Record(which, name, site.ranks, False, None, (), reason, group, tensor), None
+    def __init__(self, graph: Graph, which: str, collectives: list[Node], options: Options, groups: Groups) -> None:
+        self.graph = graph
+        self.which = which
+        self.options = options
+        self.groups = groups
+        self.records: dict[str, Record] = {}  # by the collective's name
+        self.done: list[Rewritten] = []
+        never = options.rewrite == "never"
+        self.near = {} if never else matmuls_next_to(collectives, groups)
+        self.wanted = {} if never else wanted_matmuls(collectives, options, groups)
 
-    if isinstance(site, LeftAlone):
-        return left_alone(site.reason)
-    if options.rewrite == "never":
-        return left_alone("option rewrite='never'")
-    try:
-        decision = decide(site, options, reserved)
-    except NotSeparable as refusal:
-        return left_alone(str(refusal))
-    region, schedule = decision.region, decision.schedule
-    if schedule is None:
-        return left_alone(decision.reason)
-    _verify_once(schedule)
-    tag = f"{_SHORT[region.site.kind]}{number}"
-    matmuls = tuple(node.name for node in region.matmuls)
-    site = region.site
-    tensor = _describe(site)
-    rewrite_region(graph, region, schedule, tag)
-    described = schedule.describe()
-    record = Record(which, name, site.ranks, True, described, matmuls, decision.reason, group, tensor)
-    return record, Rewritten(tag, region, schedule)
+    def handle(self, node: Node) -> None:
+        """One collective: its record, and its region or regions where it is rewritten."""
+        site = site_of(node, self.groups)
+        if isinstance(site, LeftAlone):
+            self._leave_alone(node, site, site.reason)
+        elif self.options.rewrite == "never":
+            self._leave_alone(node, site, "option rewrite='never'")
+        elif not self._rewrite_merged(site):
+            reason = self._rewrite(site, [node])
+            if reason is not None:
+                self._leave_alone(node, site, reason)
+
+    def _rewrite_merged(self, site: Site) -> bool:
+        """Together with those whose results are added to its own, where there are any."""
+        merged = merge_sums(self.graph, site, self.groups)
+        if merged is None:
+            return False
+        if self._rewrite(merged.site, merged.collectives, (merged.edit,)) is None:
+            return True
+        merged.edit.undo()
+        return False
+
+    def _rewrite(self, site: Site, collectives: Sequence[Node], edits: tuple[Edit, ...] = ()) -> str | None:
+        """Rewrite a site, which stands for `collectives` after `edits`. Returns the reason where it is left alone."""
+        reserved = frozenset(matmul for matmul, owners in self.near.items() if not owners <= set(collectives))
+        try:
+            decision = decide(site, self.options, reserved)
+        except NotSeparable as refusal:
+            return str(refusal)
+        parts, reason = [(decision.region, decision.schedule)], decision.reason
+        if site.kind is Kind.ALL_REDUCE:
+            halves = split_all_reduce(self.graph, site, decision, self.options, self.groups, reserved, self.wanted)
+            if halves is not None:
+                parts = [(half.region, half.best) for half in (halves.scatter, halves.gather)]
+                reason, edits = halves.reason, (*edits, halves.edit)
+        if len(collectives) > 1:
+            reason += f"; one for {', '.join(node.name for node in collectives)}, whose results are added"
+        regions = [(region, schedule) for region, schedule in parts if schedule is not None]
+        if not regions:
+            return reason
+        matmuls = tuple(node.name for region, _ in regions for node in region.matmuls)
+        described = " + ".join(schedule.describe() for _, schedule in regions)
+        for node in collectives:
+            self._record(node, regions[0][0].site, True, reason, described, matmuls)
+        for edit in edits:
+            edit.keep()
+        named = [(f"{_SHORT[r.site.kind]}{n}", r, s) for n, (r, s) in enumerate(regions, start=len(self.done))]
+        for tag, region, schedule in reversed(named):  # the gather half reads what the scatter half makes
+            _verify_once(schedule)
+            rewrite_region(self.graph, region, schedule, tag)
+        self.done += [Rewritten(*each) for each in named]
+        return None
+
+    def _leave_alone(self, node: Node, site: Site | LeftAlone, reason: str) -> None:
+        self._record(node, site, False, reason)
+
+    def _record(
+        self,
+        node: Node,
+        site: Site | LeftAlone,
+        rewritten: bool,
+        reason: str,
+        schedule: str | None = None,
+        matmuls: tuple[str, ...] = (),
+    ) -> None:
+        assert isinstance(node.target, torch._ops.OpOverload)
+        name, tensor = f"{node.target._opname} ({node.name})", _describe(site) if isinstance(site, Site) else ""
+        group = group_name_of(node) or ""
+        self.records[node.name] = Record(
+            self.which, name, site.ranks, rewritten, schedule, matmuls, reason, group, tensor
+        )
 
 
 _verify_once = lru_cache(maxsize=1024)(verify)  # the layers of a model share their schedules

@@ -401,3 +401,25 @@ def attention_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[t
     dims = [dim for dim, extent in enumerate(shape(y)) if extent % p.ranks == 0]
     dim = draw(st.sampled_from([None, *dims, *dims]))
     return p.finish([all_reduce(p, y) if dim is None else reduce_scatter(p, y, dim), *p.leaves])
+
+
+@st.composite
+def all_reduce_stacks(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torch.dtype]) -> Program:
+    """Layers of matmuls -> all-reduces whose results may be added -> residual add and steps, then a matmul."""
+    p = Program(draw(ranks), draw(st.sampled_from(dtypes)))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+    sizes[draw(st.integers(0, len(sizes) - 1))] *= p.ranks * draw(st.sampled_from([1, 1, 2]))
+    x = p.input(*sizes)
+    for _ in range(draw(st.integers(1, 3))):
+        op = draw(st.sampled_from(["sum", "sum", "avg"]))
+        y = matmul(p, draw, steps(p, draw, x, 1))
+        reduced = all_reduce(p, y, op)
+        for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+            other = all_reduce(p, p.call(aten.mul.Tensor, y, p.input(*shape(y))), op)
+            reduced = p.call(aten.add.Tensor, *draw(st.permutations([reduced, other])))
+        if draw(st.booleans()):
+            reduced = p.call(aten.add.Tensor, reduced, p.input(*shape(reduced)))
+        if draw(st.booleans()):
+            p.leaves.append(reduced)
+        x = steps(p, draw, reduced, 2)
+    return p.finish([matmul(p, draw, x), *p.leaves])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fo_compiler.options import Options
 from fo_compiler.testing import assert_equivalent
-from tests.graphs import all_gather, capture, reduce_scatter
+from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 
 EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250")) // 5
 
@@ -44,6 +44,30 @@ class ReduceScatter(torch.autograd.Function):
         return all_gather(grad.contiguous(), ctx.dim, ctx.ranks), None, None
 
 
+class Enter(torch.autograd.Function):
+    """Plain tensor parallel, Megatron's f: the gradient of what all ranks read is all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return all_reduce(grad.contiguous())
+
+
+class Leave(torch.autograd.Function):
+    """Plain tensor parallel, Megatron's g: partial results are all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 @st.composite
 def blocks(draw: Any) -> dict[str, Any]:
     ranks = draw(st.sampled_from([2, 2, 3, 4]))
@@ -58,6 +82,7 @@ def blocks(draw: Any) -> dict[str, Any]:
         "shape": draw(st.sampled_from([(batch, seq, dim), (seq, batch, dim), (seq, dim)])),
         "hidden": hidden,
         "gather_dim": draw(st.integers(0, 1)),
+        "sequence_parallel": draw(st.booleans()),
         "layers": draw(st.integers(1, 2)),
         "branches": draw(st.integers(1, 3)),
         "bias": draw(st.booleans()),
@@ -82,22 +107,29 @@ def blocks(draw: Any) -> dict[str, Any]:
 def test_gradients_of_a_tensor_parallel_block_are_unchanged(b: dict[str, Any], options: Options, seed: int) -> None:
     ranks, sizes, hidden = b["ranks"], b["shape"], b["hidden"]
     dim = min(b["gather_dim"], len(sizes) - 2)
+    sequence_parallel = b["sequence_parallel"]
+    if not sequence_parallel:  # every rank has the whole sequence
+        sizes = tuple(size * ranks if at == dim else size for at, size in enumerate(sizes))
 
     def forward(x: Tensor, *weights: Tensor) -> Tensor:
         parameters = iter(weights)
         extra = x.new_zeros(())
         for _ in range(b["layers"]):
             h = F.layer_norm(x, (sizes[-1],)) if b["norm"] else x
-            h = AllGather.apply(h, dim, ranks)
+            h = AllGather.apply(h, dim, ranks) if sequence_parallel else h
             outs = []
             for _ in range(b["branches"]):
-                out = F.linear(h, next(parameters), next(parameters) if b["bias"] else None)
+                out = F.linear(
+                    h if sequence_parallel else Enter.apply(h),
+                    next(parameters),
+                    next(parameters) if b["bias"] else None,
+                )
                 outs.append(b["activation"](out))
             h = torch.stack(outs).prod(0)
             h = F.linear(h, next(parameters), next(parameters) if b["bias"] else None)
             if b["two_outputs"]:
                 extra = extra + h.square().mean()
-            h = ReduceScatter.apply(h, dim, ranks)
+            h = ReduceScatter.apply(h, dim, ranks) if sequence_parallel else Leave.apply(h)
             x = x + h if b["residual"] else h
         return (x * x).sum() + extra
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fo_compiler.options import Options
 from fo_compiler.testing import assert_equivalent
-from tests.programs import Program, attention_programs, gather_programs, scatter_programs
+from tests.programs import Program, all_reduce_stacks, attention_programs, gather_programs, scatter_programs
 
 EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250"))
 PROFILE = settings(
@@ -35,7 +35,8 @@ def check(program: Program, options: Options, seed: int) -> None:
     tolerance = TOLERANCE[program.dtype]
     published = assert_equivalent(program.module, program.make_inputs(seed), options, rtol=tolerance, atol=tolerance)
     for record in published.records:
-        event(f"{record.collective.partition(' ')[0]}: {'rewritten' if record.rewritten else 'left'}")
+        halves = " in halves" if " + " in (record.schedule or "") else ""
+        event(f"{record.collective.partition(' ')[0]}: {'rewritten' if record.rewritten else 'left'}{halves}")
 
 
 @PROFILE
@@ -57,8 +58,15 @@ def test_attention_near_a_collective_is_unchanged(program: Program, options: Opt
 
 
 @settings(PROFILE, max_examples=EXAMPLES // 8)
+@given(all_reduce_stacks(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_layers_that_end_in_all_reduces_are_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 8)
 @given(
     st.one_of(
+        all_reduce_stacks(st.integers(5, 8), [torch.float64]),
         gather_programs(st.integers(5, 8), [torch.float64]),
         scatter_programs(st.integers(5, 8), [torch.float64]),
     ),
@@ -71,6 +79,7 @@ def test_larger_groups_give_the_same(program: Program, options: Options) -> None
 @settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(
     st.one_of(
+        all_reduce_stacks(few_ranks, [torch.float32]),
         gather_programs(few_ranks, [torch.float32, torch.bfloat16]),
         scatter_programs(few_ranks, [torch.float32, torch.bfloat16]),
     ),

@@ -1,0 +1,151 @@
+"""Split an all-reduce: its reduce-scatter half runs under the matmuls before it, its all-gather half under those after it.
+
+    matmul -> all_reduce(x) -> residual add, norm -> matmuls
+    matmul -> reduce_scatter(x, dim) -> all_gather(., dim) -> residual add, norm -> matmuls
+
+The two halves are ordinary collectives, and become ordinary regions: what lies between the gather and the next matmuls
+runs slice by slice as slices arrive, on every rank with the operands that this rank has. Nothing is assumed about which
+tensors are equal on all ranks, no other tensor is saved for backward, and every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from ..options import Options
+from ..schedule import Kind
+from ..schedule.choose import Choice, collective_us
+from .decide import Decision, decide, machine_of
+from .edit import Edit
+from .separability import NotSeparable, tensor_of
+from .sites import Groups, Site, site_of
+
+Wanted = Mapping[Node, tuple[Node, float]]  # matmul -> a collective that can hide under it, and what this saves in us
+
+
+@dataclass(frozen=True)
+class Halves:
+    """An all-reduce that is split in the graph, and how its halves are rewritten."""
+
+    edit: Edit
+    scatter: Decision
+    gather: Decision
+    saved_us: float  # against the plain all-reduce; what the split takes from other collectives is taken off
+    reason: str
+
+
+def split_all_reduce(
+    graph: Graph,
+    site: Site,
+    whole: Decision,
+    options: Options,
+    groups: Groups,
+    reserved: frozenset[Node],
+    wanted: Wanted,
+) -> Halves | None:
+    """Split the all-reduce of `site` in the graph, along the dim that saves most.
+
+    None, and the graph as it was, where no split has matmuls at both ends or none is predicted to be better than `whole`,
+    the all-reduce in one region. With rewrite='always' a split needs no better prediction. `wanted` are matmuls that another
+    collective can be hidden under, with that collective and the time that this saves: to take one away costs as much.
+    `reserved` is as for `decide`.
+    """
+    best: tuple[float, Site] | None = None
+    for along in (site, *site.alternatives):
+        halves = _split_along(graph, along, options, groups, reserved, wanted)
+        if halves is None:
+            continue
+        halves.edit.undo()
+        if best is None or halves.saved_us > best[0]:
+            best = (halves.saved_us, along)
+    # A part in a million is no difference: one region is simpler than two.
+    least_us = whole.saved_us + 1e-6 * abs(whole.saved_us)
+    if best is None or (options.rewrite == "auto" and best[0] <= least_us):
+        return None
+    return _split_along(graph, best[1], options, groups, reserved, wanted)
+
+
+def _split_along(
+    graph: Graph, along: Site, options: Options, groups: Groups, reserved: frozenset[Node], wanted: Wanted
+) -> Halves | None:
+    """The split along one dim, applied to the graph; None, and the graph as it was, where a half cannot be rewritten."""
+    if not tensor_of(along.wait).is_contiguous():
+        return None  # what is gathered is, and readers may depend on strides
+    edit = Edit(graph, along.wait.next)
+    op, ranks, group, name = "avg" if along.averages else "sum", along.ranks, along.group_name, along.collective.name
+    scatter, shard = edit.reduce_scatter(along.value, along.dim, op, ranks, group, f"{name}_scatter_half")
+    gather, joined = edit.all_gather(shard, along.dim, ranks, group, f"{name}_gather_half")
+    edit.replace(along.wait, joined)
+    edit.dead = [along.collective, along.wait]
+    try:
+        halves = [decide(_site(node, groups), options, reserved) for node in (scatter, gather)]
+        judged = _judge(along, halves[0], halves[1], options, wanted)
+    except NotSeparable:
+        judged = None
+    if judged is None:
+        edit.undo()
+        return None
+    saved_us, reason = judged
+    return Halves(edit, halves[0], halves[1], saved_us, reason)
+
+
+def _site(node: Node, groups: Groups) -> Site:
+    site = site_of(node, groups)
+    if not isinstance(site, Site):
+        raise NotSeparable(site.reason)
+    return site
+
+
+def _judge(
+    along: Site, scatter: Decision, gather: Decision, options: Options, wanted: Wanted
+) -> tuple[float, str] | None:
+    """What the split saves against the plain all-reduce, and the reason for the record; None where it is not to be used."""
+    if scatter.best is None or gather.best is None:
+        return None
+    taken = dict(wanted[node] for node in gather.region.matmuls if node in wanted)
+    always = options.rewrite == "always"
+    if always and taken:
+        return None  # with fewer of them split, more are rewritten
+    if scatter.choice is None or gather.choice is None:
+        return 0.0, scatter.reason
+    value = tensor_of(along.value)
+    machine = machine_of(options, value.device.type)
+    block_bytes = value.numel() * value.element_size() / along.ranks
+    plain_us = _compute_us(scatter.choice) + _compute_us(gather.choice)
+    plain_us += collective_us(Kind.ALL_REDUCE, machine, along.ranks, block_bytes)
+    saved_us = plain_us - _predicted_us(scatter.choice) - _predicted_us(gather.choice)
+    if not always and saved_us <= options.margin * plain_us:
+        return None
+    reason = (
+        f"predicted {saved_us / plain_us:.1%} faster on machine {machine.name} with its reduce-scatter half under the "
+        f"matmuls before it and its all-gather half under those after it: plain {plain_us / 1e3:.4g} ms, "
+        f"{scatter.best.describe()} + {gather.best.describe()} {(plain_us - saved_us) / 1e3:.4g} ms"
+    )
+    return saved_us - sum(taken.values()), f"rewrite='always'; {reason}" if always else reason
+
+
+def _predicted_us(choice: Choice) -> float:
+    assert choice.best is not None
+    return choice.best.predicted_us
+
+
+def _compute_us(choice: Choice) -> float:
+    return choice.plain_us - choice.communication_us
+
+
+def wanted_matmuls(collectives: Sequence[Node], options: Options, groups: Groups) -> dict[Node, tuple[Node, float]]:
+    """The matmuls that each summing collective of a graph can be hidden under, as `split_all_reduce` asks for them."""
+    wanted: dict[Node, tuple[Node, float]] = {}
+    for node in collectives:
+        try:
+            site = _site(node, groups)
+            if site.kind.reduces:
+                decision = decide(site, options)
+                if decision.schedule is not None:
+                    wanted |= {matmul: (node, decision.saved_us) for matmul in decision.region.matmuls}
+        except NotSeparable:
+            continue
+    return wanted
