@@ -20,6 +20,7 @@ from ..schedule import Kind
 from ..schedule.choose import Choice, collective_us
 from .decide import Decision, decide, machine_of
 from .edit import Edit
+from .regions import plan_region
 from .separability import NotSeparable, tensor_of
 from .sites import Groups, Site, site_of
 
@@ -137,7 +138,7 @@ def _compute_us(choice: Choice) -> float:
 
 
 def wanted_matmuls(collectives: Sequence[Node], options: Options, groups: Groups) -> dict[Node, tuple[Node, float]]:
-    """The matmuls that each summing collective of a graph can be hidden under, as `split_all_reduce` asks for them."""
+    """The matmuls next to each summing collective of a graph that can be hidden, as `split_all_reduce` asks for them."""
     wanted: dict[Node, tuple[Node, float]] = {}
     for node in collectives:
         try:
@@ -145,7 +146,7 @@ def wanted_matmuls(collectives: Sequence[Node], options: Options, groups: Groups
             if site.kind.reduces:
                 decision = decide(site, options)
                 if decision.schedule is not None:
-                    wanted |= {matmul: (node, decision.saved_us) for matmul in decision.region.matmuls}
+                    wanted |= {matmul: (node, decision.saved_us) for matmul in plan_region(site, 1).matmuls}
         except NotSeparable:
             continue
     return wanted
