@@ -1,4 +1,4 @@
-"""The whole set: `python -m benchmarks` (under 25 minutes on two quiet cores), or some parts: `python -m benchmarks --part training`.
+"""The whole set: `python -m benchmarks` (under 25 minutes on two quiet cores), or parts of it: `--part training`.
 
 Results go to benchmarks/results/*.json after each case; `python -m benchmarks.report` puts them into docs/performance.md, which
 says what each one is. A part that fails is named at the end, and does not keep the others from running.
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import never_slower, overhead, overlap, training
+from benchmarks import never_slower, overhead, overlap, timeline, training
 from benchmarks.results import RESULTS
 
 RATE = "250mbit"  # slow enough that the host work of several ranks on a few cores is small beside the transfers
@@ -21,7 +21,7 @@ _SWEEP = f"--sweep --rate {RATE} --slice-mb 1 --repeats 7 --budget-s 6"
 
 # Name -> module and arguments; the file of the results has the same name.
 PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "overhead": (overhead.main, "--layers 2"),
+    "overhead": (overhead.main, "--layers 2 --layers 8 --pass-layers 32 --minutes 5"),
     "overlap_example": (overlap.main, "--kind all_gather --ranks 4 --rate 1gbit --slice-mb 2 --slice-ms 25"),
     "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 7"),
     "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --ratio 1 --minutes 2.5"),
@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 6 --minutes 2",
     ),
     "training": (training.main, "--ranks 2 --ranks 4"),
+    "timeline": (timeline.main, ""),
     "never_slower": (never_slower.main, "--count 130 --minutes 9"),
 }
 NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_matmul", "training")

@@ -38,7 +38,7 @@ if __name__ == "__main__" and not __package__:
 from benchmarks.network import Shaping
 from benchmarks.outcome import Times, slowest, summary, table, told
 from benchmarks.regions import COMPUTES, KINDS, Case
-from benchmarks.results import save
+from benchmarks.results import save, why
 from benchmarks.ways import ways
 from benchmarks.world import World, shaping_here, synchronized, undisturbed
 from fo_compiler.calibration import Calibrator, LinkFit, network_of
@@ -135,25 +135,13 @@ def run_ways(case: Case, machine: str, options: dict[str, Any], repeats: int, bu
 
 def measure(world: World, case: Case, options: dict[str, Any], setup: Setup, links: Links) -> dict[str, Any]:
     """One case: its times in ms, and all that follows from them."""
-    slow, memory_GBps = (1.0, 1.0), 10.0
     if case.compute == "matmul":
         slice_us, _, _, _ = world.run(measure_compute, replace(case, columns=256))[0]
         case = case.lasting(slice_us / 256)
-        _, points, slow, memory_GBps = world.run(measure_compute, case)[0]
+        _, *rest = world.run(measure_compute, case)[0]
+        machine = machine_for(case, links, *rest)
     else:
-        m, k, n = case.shape
-        whole_us = case.slice_ms * case.ranks * 1e3 / case.matmuls
-        points = [MatmulPoint(m // part, k, n, "fp32", whole_us / part) for part in (1, 64)]
-    machine = Machine(
-        "measured in this run",
-        "benchmarks/overlap.py",
-        links.network,
-        Measured(tuple(points), memory_GBps),
-        post_us=100.0,
-        compute_slowdown=slow[0],
-        transfer_slowdown=slow[1],
-        collectives=links.collectives,
-    )
+        machine = machine_for(case, links, standin_points(case))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(machine.to_json())
         file.flush()
@@ -163,6 +151,33 @@ def measure(world: World, case: Case, options: dict[str, Any], setup: Setup, lin
         **summary(slowest([result[0] for result in results]), case, links.network),
         **told(results[0][1]),
     }
+
+
+def standin_points(case: Case) -> list[MatmulPoint]:
+    """What the machine says of the stand-in: in proportion to its rows."""
+    m, k, n = case.shape
+    whole_us = case.slice_ms * case.ranks * 1e3 / case.matmuls
+    return [MatmulPoint(m // part, k, n, "fp32", whole_us / part) for part in (1, 64)]
+
+
+def machine_for(
+    case: Case,
+    links: Links,
+    points: list[MatmulPoint],
+    slow: tuple[float, float] = (1.0, 1.0),
+    memory_GBps: float = 10.0,
+) -> Machine:
+    """What predictions of a case are made for; `slow`: what compute and transfers do to each other."""
+    return Machine(
+        "measured in this run",
+        "benchmarks/overlap.py",
+        links.network,
+        Measured(tuple(points), memory_GBps),
+        post_us=100.0,
+        compute_slowdown=slow[0],
+        transfer_slowdown=slow[1],
+        collectives=links.collectives,
+    )
 
 
 def _named(case: Case, setup: Setup) -> dict[str, Any]:
@@ -218,7 +233,7 @@ def run(cases: list[Case], setup: Setup, options: dict[str, Any], end: float) ->
                     yield measure(world, case, options, setup, links)
                 except (RuntimeError, TimeoutError) as error:
                     print(f"FAILED: {case}: {error}", file=sys.stderr, flush=True)
-                    yield {**_named(case, setup), "failed": f"failed: {str(error).strip().splitlines()[-1]}"}
+                    yield {**_named(case, setup), "failed": f"failed: {why(error)}"}
                     break
 
 

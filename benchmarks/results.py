@@ -16,3 +16,9 @@ def save(path: Path, data: Any) -> None:
     beside = path.with_name(f"{path.name}.part")
     beside.write_text(json.dumps(data, indent=1) + "\n")
     os.replace(beside, path)
+
+
+def why(error: BaseException) -> str:
+    """A failure in one line: of a traceback, its last line that names an error."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line.strip() for line in reversed(lines) if "Error" in line), lines[0])

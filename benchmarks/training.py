@@ -29,7 +29,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.results import save
+from benchmarks.results import save, why
 from benchmarks.world import World, shaping_here
 
 PHASES = ("forward", "backward")
@@ -81,9 +81,15 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
             except Exception as error:  # of the competitor's settings, on this device
                 if name == "flashoverlap":
                     raise
-                found[name]["failed"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                found[name]["failed"] = f"{type(error).__name__}: {why(error)}"
                 continue
             found[name]["first_step_s"] = time.perf_counter() - start
+            if dist.get_rank() == 0:
+                print(
+                    f"{name}: compiled and first step in {found[name]['first_step_s']:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             running[name] = step
     for index in range(1, steps + 1):
         for name, step in running.items():
@@ -239,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
                 row |= conclude(world.run(train, machine, sizes, args.steps))
         except (RuntimeError, TimeoutError) as error:
             print(f"FAILED: {ranks} ranks: {error}", file=sys.stderr, flush=True)
-            row["failed"] = f"failed: {str(error).strip().splitlines()[-1]}"
+            row["failed"] = f"failed: {why(error)}"
         rows.append(row)
         print(table([row]), flush=True)
         if args.out:

@@ -39,7 +39,7 @@ class _Built:
 @lru_cache(maxsize=1)
 def _built(case: Case) -> _Built:
     torch.compiler.reset()
-    torch._dynamo.config.recompile_limit = 100  # one module, compiled with the options of every case
+    torch.compiler.config.recompile_limit = 100  # one module, compiled with the options of every case
     region, x = Region(case), example_input(case)
     inductor = torch.compile(region, backend="inductor")
     alone = torch.compile(region.body, backend="inductor")

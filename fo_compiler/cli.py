@@ -14,6 +14,7 @@ COMMANDS = {
     "calibrate": "measure links, matmuls and contention on the real process group, and write a machine file",
     "env": "versions, devices and effective options, for a bug report",
     "plan": "predict the schedule of a region on a machine: timeline, times, lower bound and why",
+    "trace": "predicted and measured timelines of the regions of a run, in one Chrome trace",
 }
 
 

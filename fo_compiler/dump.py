@@ -5,6 +5,7 @@
     records.txt  records.json  what was done with each collective, and why
     <region>.dot               the rewritten region, for Graphviz
     <region>_timeline.txt      the program of this rank, step by step
+    <region>_predicted.json    when the machine model says that each step happens, as a Chrome trace
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.fx import Graph, Node
 from .errors import OptionError
 from .records import GraphRecords, format_table
 from .schedule import Schedule
+from .schedule.picture import chrome_trace
+from .schedule.simulate import Simulation
 from .schedule.timeline import text_timeline
 
 log = logging.getLogger(__name__)
@@ -56,17 +59,21 @@ class GraphDump:
             ) from error
         return cls(directory, graph_text(graph))
 
-    def finish(self, graph: Graph, regions: list[tuple[str, Schedule, int]], records: GraphRecords) -> None:
-        """Write all files; `regions` are (tag, schedule, rank in the group). A full disk is logged, not raised."""
+    def finish(
+        self, graph: Graph, regions: list[tuple[str, Schedule, int, Simulation | None]], records: GraphRecords
+    ) -> None:
+        """Write all files; `regions` are (tag, schedule, rank in the group, prediction). A full disk is logged, not raised."""
         files = {
             "before.txt": self.before,
             "after.txt": graph_text(graph),
             "records.txt": format_table(records.records),
             "records.json": json.dumps([asdict(record) for record in records.records], indent=2) + "\n",
         }
-        for tag, schedule, rank in regions:
+        for tag, schedule, rank, prediction in regions:
             files[f"{tag}.dot"] = region_dot(graph, tag)
             files[f"{tag}_timeline.txt"] = text_timeline(schedule, rank)
+            if prediction is not None:
+                files[f"{tag}_predicted.json"] = json.dumps(chrome_trace(schedule, prediction))
         try:
             for name, text in files.items():
                 (self.directory / name).write_text(text)

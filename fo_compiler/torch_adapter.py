@@ -208,6 +208,10 @@ def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
     return ordered
 
 
+profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler records this thread, and the backward that it starts (torch.autograd, 2.11 to 2.14)."""
+
+
 def tree_leaves(value: Any) -> list[Any]:
     """The leaves of nested containers (torch.utils._pytree, 2.11 to 2.14)."""
     from torch.utils import _pytree

@@ -30,6 +30,7 @@ from .edit import Edit
 from .graph_verifier import signature, verify_graph
 from .merge_sums import merge_sums
 from .order import pin_order
+from .predict import Prediction, predict
 from .races import check_plan
 from .regions import Region, plan_region
 from .rewrite import rewrite_region
@@ -56,6 +57,7 @@ class Rewritten:
     tag: str
     region: Region
     schedule: Schedule
+    prediction: Prediction | None = None
 
 
 class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
@@ -118,7 +120,8 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
         graph.lint()
         check_plan(plan_of(graph))
     if dump is not None:
-        dump.finish(graph, [(r.tag, r.schedule, r.region.site.rank) for r in done], published)
+        regions = [(r.tag, r.schedule, r.region.site.rank, r.prediction) for r in done]
+        dump.finish(graph, regions, published)
     if pin:
         pin_order(graph, everything=bool(done))
     trace_artifact(f"fo_compiler_{which}_records", lambda: format_table(published.records))
@@ -221,10 +224,11 @@ class _Rewriter:
         for edit in edits:
             edit.keep()
         named = [(f"{_SHORT[r.site.kind]}{n}", r, s) for n, (r, s) in enumerate(regions, start=len(self.done))]
+        dumps = self.options.dump_dir is not None
+        self.done += [Rewritten(*each, predict(*each[1:], self.options) if dumps else None) for each in named]
         for tag, region, schedule in reversed(named):  # the gather half reads what the scatter half makes
             _verify_once(schedule)
             rewrite_region(self.graph, region, schedule, tag)
-        self.done += [Rewritten(*each) for each in named]
         return None
 
     def _leave_alone(self, node: Node, site: Site | LeftAlone, reason: str) -> None:

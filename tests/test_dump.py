@@ -41,6 +41,7 @@ def test_each_graph_gets_its_own_directory_with_all_files(tmp_path: Path) -> Non
             "records.json",
             f"{tag}.dot",
             f"{tag}_timeline.txt",
+            f"{tag}_predicted.json",
         }
 
 

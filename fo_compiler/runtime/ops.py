@@ -26,6 +26,7 @@ from torch.fx.node import has_side_effect
 from ..errors import TransferError
 from ..records import publish_payload
 from . import streams
+from .profile import transfer_range
 from .transport import Transfer, current_transport
 
 _LIBRARY = torch.library.Library("fo_compiler", "DEF")
@@ -82,12 +83,13 @@ def _exchange(
     outgoing, incoming = (sent, dst) if dst >= 0 else None, (recv, src) if src >= 0 else None
     transfer: Transfer
     try:
-        if event == streams.NO_EVENT:
-            transfer = current_transport().post(group_name, outgoing, incoming)
-        else:
-            with streams.launch(send.device, stream, after, event):
-                current_transport().post(group_name, outgoing, incoming).wait()  # the side stream waits
-            transfer = _Launched(sent, streams.recorded(send.device, event))
+        with transfer_range("post", label, recv):
+            if event == streams.NO_EVENT:
+                transfer = current_transport().post(group_name, outgoing, incoming)
+            else:
+                with streams.launch(send.device, stream, after, event):
+                    current_transport().post(group_name, outgoing, incoming).wait()  # the side stream waits
+                transfer = _Launched(sent, streams.recorded(send.device, event))
     except RuntimeError as error:
         raise _failure("could not be started", label, group_name, error) from error
     address = _address(recv)
@@ -111,7 +113,8 @@ def _wait(recv: Tensor, sent: Tensor, *, after: Sequence[int] = ()) -> Tensor:
             "either it was awaited twice, or its exchange did not run."
         )
     try:
-        entry.transfer.wait()
+        with transfer_range("wait", entry.label, recv):
+            entry.transfer.wait()
     except RuntimeError as error:
         raise _failure("failed", entry.label, entry.group_name, error) from error
     return recv.detach()  # an alias, made with the least overhead

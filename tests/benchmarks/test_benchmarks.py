@@ -7,12 +7,13 @@ import os
 import signal
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import network, never_slower, outcome, overlap
+from benchmarks import network, never_slower, outcome, overlap, timeline, training
 from benchmarks.network import Shaping, parse_rate
 from benchmarks.regions import KINDS, Case
 from benchmarks.world import World
@@ -211,3 +212,74 @@ def test_an_unshaped_run_prints_the_promised_figures(
     assert row["compute_ms"] >= 10
     assert row["overlap_ms"] >= 10
     assert row["predicted_ms"] >= 10
+
+
+def test_exposed_time_is_that_of_communication_in_a_phase_and_counted_once() -> None:
+    events = [
+        ("phase forward", 0.0, 100.0),
+        ("phase backward", 100.0, 200.0),
+        ("aten::mm", 0.0, 50.0),
+        ("fo_compiler::wait", 50.0, 60.0),
+        ("_c10d_functional::wait_tensor", 52.0, 58.0),  # inside of it
+        ("_c10d_functional::all_reduce", 120.0, 125.0),
+        ("_c10d_functional::wait_tensor", 130.0, 150.0),
+        ("fo_compiler::wait", 250.0, 260.0),  # neither forward nor backward
+    ]
+    assert training.exposed_us(events) == {"forward": 10.0, "backward": 25.0}
+
+
+def trained(step_ms: float, forward_ms: float, loss: float) -> dict[str, object]:
+    exposed = {"forward": forward_ms, "backward": 20.0}
+    return {"step_ms": [step_ms] * 3, "exposed_ms": exposed, "losses": [loss], "first_step_s": 1.0}
+
+
+def test_what_is_hidden_in_training_is_against_plain_inductor_and_a_failed_way_stays_visible() -> None:
+    ways = {
+        "inductor": trained(100.0, 40.0, 2.0),
+        "scheduled": {"failed": "TypeError: no"},
+        "flashoverlap": trained(70.0, 10.0, 2.0),
+    }
+    records = [("forward", True, "all_gather"), ("backward", False, "reduce_scatter")]
+    row = {"ranks": 2, **training.conclude([{"ways": ways, "records": records}] * 2)}
+    assert row["ways"]["flashoverlap"]["hidden"] == {"forward": 0.75, "backward": 0.0}
+    assert row["collectives"]["forward"] == {"rewritten": 1, "collectives": 1}
+    text = training.table([row])
+    assert "TypeError: no" in text
+    assert "1 of 1, 0 of 1" in text
+
+
+PROFILED = [
+    ("fo_bench::timed_matmul", 1000.0, 26000.0),
+    (
+        "fo_compiler post region ag0 (all_gather), step 0, group '0': rank 0 sends to 1, receives from 3, 8 bytes",
+        500.0,
+        900.0,
+    ),
+    (
+        "fo_compiler wait region ag0 (all_gather), step 0, group '0': rank 0 sends to 1, receives from 3, 8 bytes",
+        26100.0,
+        26200.0,
+    ),
+]
+
+
+def test_a_transfer_in_the_picture_lasts_from_its_post_to_the_end_of_its_wait() -> None:
+    found = timeline.spans(PROFILED)
+    assert [(s["lane"], s["start_ms"], s["end_ms"]) for s in found] == [
+        ("compute", 0.5, 25.5),
+        ("transfers", 0.0, 25.7),
+        ("waits", 25.6, 25.7),
+    ]
+
+
+@pytest.mark.slow
+def test_the_picture_is_small_the_same_every_time_and_knows_no_date(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = {"ranks": 4, "links": "a test", "before": timeline.spans(PROFILED), "after": timeline.spans(PROFILED)}
+    for name in ("one", "two"):
+        timeline.draw(data, tmp_path / f"{name}.svg")
+    text = (tmp_path / "one.svg").read_text()
+    assert text == (tmp_path / "two.svg").read_text()
+    assert len(text) < 40_000
+    assert "dc:date" not in text
+    assert "plain Inductor" in text

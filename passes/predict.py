@@ -1,0 +1,38 @@
+"""When each step of a region's schedule happens, by the machine model: what a dump keeps to be compared with a profile."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..errors import MachineError
+from ..options import Options
+from ..schedule import Schedule
+from ..schedule.choose import Region as RegionNumbers
+from ..schedule.simulate import Simulation, simulate
+from .decide import machine_of, product_of
+from .regions import Region
+from .separability import shape_of, tensor_of
+
+Prediction = Simulation
+LARGEST = 10_000  # slices of all ranks together: to record the spans of more takes seconds
+
+
+def predict(region: Region, schedule: Schedule, options: Options) -> Prediction | None:
+    """The simulated schedule with its spans; None where the machine knows no time for it, or the group is very large.
+
+    Has to be called before the rewrite, which takes the region's nodes apart.
+    """
+    site, m = region.site, schedule.slices_per_rank
+    value = tensor_of(site.value)
+    if site.ranks**2 * m > LARGEST:
+        return None
+    machine = machine_of(options, value.device.type)
+    products = [(product_of(region, node), str(tensor_of(node).dtype)) for node in region.matmuls]
+    slice_bytes = float(prod(shape_of(site.value)) * value.element_size() // site.ranks)
+    try:
+        numbers = RegionNumbers(
+            lambda m: sum(product.slice_us(machine, dtype, site.ranks * m) for product, dtype in products), slice_bytes
+        )
+        return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=True)
+    except MachineError:  # the machine has no such matmul, or another number of ranks
+        return None
