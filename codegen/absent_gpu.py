@@ -9,7 +9,6 @@ in; the ops that only CPUs have are exchanged for those that CUDA has.
 
 from __future__ import annotations
 
-import ast
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,37 +24,46 @@ from ..errors import CommandError
 from ..options import Options
 from ..passes.overlap_pass import FlashOverlapPass
 from ..records import Report, record
-from ..torch_adapter import compile_with_inner, fake_module, fake_tensor_on, generate_code
+from ..torch_adapter import (
+    compile_triton_kernel,
+    compile_with_inner,
+    fake_module,
+    fake_tensor_on,
+    forget_devices,
+    generate_code,
+)
+from .cross_compile import KernelReport, report_of
+from .program import triton_sources
+from .tiles import MULTIPROCESSORS, SHARED_MEMORY_BYTES, TARGETS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-# CUDA C++ Programming Guide, "Compute Capabilities": multiprocessors of the largest part that is sold, shared memory in
-# bytes of a block (opt-in) and of a multiprocessor.
-DEVICES = {
-    "sm_80": {"multi_processor_count": 108, "optin": 166_912, "shared": 167_936, "gigabytes": 80},
-    "sm_90": {"multi_processor_count": 132, "optin": 232_448, "shared": 233_472, "gigabytes": 80},
-    "sm_100": {"multi_processor_count": 148, "optin": 232_448, "shared": 233_472, "gigabytes": 180},
-}
+MEMORY_GB = {"sm_80": 80, "sm_90": 80, "sm_100": 180}  # A100, H100 and B200, by their data sheets
 
 
 @dataclass(frozen=True)
 class Program:
-    """What Inductor generated for one graph: the Python program, and its Triton kernels' sources by name."""
+    """What Inductor generated for one graph."""
 
     graph: str
     """`forward`, `backward` or `inference`."""
     source: str = field(repr=False)
 
-    @property
-    def kernels(self) -> dict[str, str]:
-        """The sources of its Triton kernels by name: the program hands each to `async_compile.triton`."""
-        calls = [node for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Call)]
-        texts = [
-            [arg.value for arg in call.args[:2] if isinstance(arg, ast.Constant)]
-            for call in calls
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "triton"
-        ]
-        return {str(name): str(source) for name, source in texts}
+
+def kernel_reports(program: Program, target: str) -> list[tuple[str, KernelReport]]:
+    """Compile the Triton kernels of a program for `target`: the source and what became of it.
+
+    Where Inductor offers several configurations, each is a report (`name/0`, `name/1` ...): which one is launched is
+    found out by timing them on the device.
+    """
+    reports = []
+    with absent_gpu(target):
+        for name, source in triton_sources(program.source).items():
+            compiled = compile_triton_kernel(name, source)
+            for index, kernel in enumerate(compiled):
+                label = name if len(compiled) == 1 else f"{name}/{index}"
+                reports.append((source, report_of(label, target, kernel)))
+    return reports
 
 
 def generate(
@@ -161,8 +169,8 @@ def _use_cuda_attention(graph: fx.Graph) -> None:
 @contextmanager
 def absent_gpu(target: str) -> Iterator[None]:
     """Let torch and Triton believe, inside the block, that device 0 is a `target`. Raises CommandError for another one."""
-    if target not in DEVICES:
-        raise CommandError(f"target: expected one of {', '.join(DEVICES)}, got {target!r}.")
+    if target not in TARGETS:
+        raise CommandError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}.")
     import triton  # type: ignore[import-untyped]
 
     capability = int(target.removeprefix("sm_"))
@@ -192,6 +200,8 @@ def absent_gpu(target: str) -> Iterator[None]:
         before = driver._active
         driver.set_active(_Driver(capability, properties))
         stack.callback(setattr, driver, "_active", before)
+        forget_devices()
+        stack.callback(forget_devices)
         yield
 
 
@@ -200,19 +210,18 @@ def _always(answer: Any) -> Any:
 
 
 def _properties(target: str, capability: int) -> SimpleNamespace:
-    numbers = DEVICES[target]
     return SimpleNamespace(
         name=target,
         major=capability // 10,
         minor=capability % 10,
-        multi_processor_count=numbers["multi_processor_count"],
-        total_memory=numbers["gigabytes"] * 10**9,
+        multi_processor_count=MULTIPROCESSORS[target],
+        total_memory=MEMORY_GB[target] * 10**9,
         warp_size=32,
         max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65_536,
         shared_memory_per_block=49_152,
-        shared_memory_per_block_optin=numbers["optin"],
-        shared_memory_per_multiprocessor=numbers["shared"],
+        shared_memory_per_block_optin=SHARED_MEMORY_BYTES[target],
+        shared_memory_per_multiprocessor=SHARED_MEMORY_BYTES[target] + 1024,
         L2_cache_size=40 << 20,
         gcnArchName="",
         is_integrated=0,

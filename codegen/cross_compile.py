@@ -120,10 +120,15 @@ def compile_kernel(spec: KernelSpec, target: str) -> KernelReport:
         target=GPUTarget("cuda", int(target.removeprefix("sm_")), 32),
         options={"num_warps": spec.warps, "num_stages": spec.stages},
     )
+    return report_of(spec.name, target, compiled)
+
+
+def report_of(name: str, target: str, compiled: Any) -> KernelReport:
+    """What Triton's compiled kernel needs on `target`."""
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     usage = resource_usage(cubin)
     return KernelReport(
-        spec.name,
+        name,
         target,
         usage["REG"],
         int(compiled.metadata.shared),

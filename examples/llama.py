@@ -158,3 +158,13 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
     for layer in model.layers:
         parallelize_module(layer, mesh, block)
     return model
+
+
+def absent(ranks: int) -> tuple[Llama, list[Tensor]]:
+    """A bf16 model that takes no memory, sharded over `ranks`, and its input: for `fo-compiler cross`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(dim=2048, n_layers=1, n_heads=16, n_kv_heads=8, hidden_dim=8192)).bfloat16()
+        tokens = torch.zeros(2, 2048, dtype=torch.int64)
+    return apply_tensor_parallel(model, init_device_mesh("cpu", (ranks,))), [tokens]

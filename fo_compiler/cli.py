@@ -12,6 +12,7 @@ from .errors import FlashOverlapError
 # Each module in fo_compiler/commands/ has `add_arguments(parser)` and `run(args) -> int` (the exit status).
 COMMANDS = {
     "calibrate": "measure links, matmuls and contention on the real process group, and write a machine file",
+    "cross": "compile a model for a GPU that is not there: programs, PTX, cubins and a table of kernels",
     "env": "versions, devices and effective options, for a bug report",
     "plan": "predict the schedule of a region on a machine: timeline, times, lower bound and why",
     "trace": "predicted and measured timelines of the regions of a run, in one Chrome trace",

@@ -272,7 +272,7 @@ def generate_code(
         raise Generated
 
     with (
-        config.patch(force_disable_caches=True, compile_threads=1),
+        config.patch(fx_graph_cache=False, compile_threads=1),
         mock.patch.object(GraphLowering, "run", run),
         mock.patch.object(GraphLowering, "compile_to_module", stop),
         mock.patch("torch._inductor.scheduler.has_triton", return_value=True),
@@ -293,16 +293,35 @@ def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
     return False
 
 
+def forget_devices() -> None:
+    """Let Inductor ask again what a device is: it keeps the answers for the life of the process.
+
+    Lives in torch._inductor.runtime.hints and torch._inductor.utils, 2.11 to 2.14.
+    """
+    import torch._inductor.utils as utils
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    names = ("is_big_gpu", "get_max_num_sms", "using_b200", "get_gpu_type", "get_gpu_dram_gbps", "get_device_tflops")
+    for function in (DeviceProperties.create, *(getattr(utils, name, None) for name in names)):
+        clear = getattr(function, "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
 def compile_triton_kernel(name: str, source: str) -> list[Any]:
     """The compiled variants of a Triton kernel that Inductor wrote, for the active driver's target, none of them loaded.
 
+    With several configurations to choose from, all of them: the choice is made by timing them on the device.
     Lives in PyCodeCache (torch._inductor.codecache) and torch._inductor.runtime.triton_heuristics, 2.11 to 2.14.
     """
     from unittest import mock
 
+    import torch._inductor.config as config
     from torch._inductor.codecache import PyCodeCache
 
-    with mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"):
+    # Inductor's own launcher keeps no assembly.
+    launcher = config.patch(use_static_triton_launcher=False, use_static_cuda_launcher=False)
+    with launcher, mock.patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu"):
         kernel = getattr(PyCodeCache.load(source), name)
         kernel.precompile(warm_cache_only=True)
     return [result.kernel for result in kernel.compile_results]

@@ -1,0 +1,150 @@
+"""Generated programs for a GPU that is not there: streams, events and memory, as Inductor leaves them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fo_compiler.codegen.example_models import load_file
+from fo_compiler.errors import CommandError
+from fo_compiler.options import Options
+from fo_compiler.passes import slice_matmuls
+from fo_compiler.passes.races import find_races
+from fo_compiler.torch_adapter import TORCH_VERSION, init_fake_process_group
+
+pytest.importorskip("triton")
+
+from fo_compiler.codegen.absent_gpu import Program, absent_gpu, generate, kernel_reports
+from fo_compiler.codegen.program import launch_table, plan_of_program
+
+GOLDENS = Path(__file__).parent / "goldens"
+RANKS = 4
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    init_fake_process_group(1, RANKS)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+
+
+def linear(kind: str) -> tuple[nn.Module, list[Tensor]]:
+    """One region: `all_gather` and a matmul, or a matmul and `reduce_scatter`; [64, 32] @ [32, 64], bf16."""
+    with torch.device("meta"):
+        layer = nn.Linear(32 if kind == "all_gather" else 32 * RANKS, 64 * RANKS, bias=False).bfloat16()
+        x = torch.empty(64 // (RANKS if kind == "all_gather" else 1), 32, dtype=torch.bfloat16)
+    style = (
+        ColwiseParallel(input_layouts=Shard(0)) if kind == "all_gather" else RowwiseParallel(output_layouts=Shard(0))
+    )
+    return parallelize_module(layer, dist.init_device_mesh("cpu", (RANKS,)), style), [x]
+
+
+def programs(
+    model: nn.Module, inputs: list[Tensor], compute_streams: int, backward: bool, target: str = "sm_90"
+) -> list[Program]:
+    options = Options(rewrite="always", schedule="ring", slices_per_rank=1, compute_streams=compute_streams)
+    return generate(model, inputs, target, options, backward)[0]
+
+
+def normalised(source: str) -> str:
+    """The body of `call`, without comments, checks, and what the records say."""
+    body = source[source.index("def call(") :].partition("runner =")[0]
+    lines = [line.partition("  #")[0].strip() for line in body.splitlines()]
+    left_out = ("#", "assert_", "raw_stream0 =")
+    return "".join(
+        re.sub(r"'[0-9a-f]{16} .*'", "records", line) + "\n" for line in lines if line and not line.startswith(left_out)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute_streams", [1, 2])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_the_program_of_a_region_is_the_golden_one(kind: str, compute_streams: int) -> None:
+    (program,) = programs(*linear(kind), compute_streams, backward=False)
+    plan = plan_of_program(program.source)
+    assert find_races(plan) == []
+    files = {"launches.txt": launch_table(plan)}
+    if TORCH_VERSION == (2, 13):  # names of variables differ between versions, launches do not
+        files["program.txt"] = normalised(program.source)
+    for name, text in files.items():
+        path = GOLDENS / f"{kind}_{compute_streams}.{name}"
+        if os.environ.get("FO_UPDATE_GOLDENS"):
+            path.write_text(text)
+        assert text == path.read_text(), f"{path} differs; if the change is meant, run with FO_UPDATE_GOLDENS=1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute_streams", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_programs_of_a_transformer_have_no_race(compute_streams: int) -> None:
+    llama = load_file("examples/llama.py")
+    with torch.device("meta"):
+        model = llama.Llama(llama.LlamaConfig(n_layers=1)).bfloat16()
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    llama.apply_tensor_parallel(model, dist.init_device_mesh("cpu", (RANKS,)))
+    made = programs(model, [tokens], compute_streams, backward=True)  # takes 20 seconds of one core
+    assert [program.graph for program in made] == ["forward", "backward"]
+    for program in made:
+        plan = plan_of_program(program.source)
+        assert {launch.stream for launch in plan} == ({0, 1} if compute_streams == 1 else {0, 1, 2, 3})
+        assert find_races(plan) == []
+
+
+class _Transposed(nn.Module):
+    """A matmul whose slices are no views of its input: rows of two batches, side by side in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((x * 2).transpose(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied_once", [True, False])
+def test_a_copy_for_the_matmul_alone_would_be_found_in_the_program(
+    copied_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor copies such a slice for each op that reads it, and reuses the first copy while the matmul reads it."""
+    if not copied_once:
+        monkeypatch.setattr(slice_matmuls, "_copy_once", lambda graph, reshape: None)
+    with torch.device("meta"):
+        model = _Transposed()
+        x = torch.empty(2, 32 // RANKS, 64)
+    style = RowwiseParallel(input_layouts=Shard(2), output_layouts=Shard(1))
+    parallelize_module(model, dist.init_device_mesh("cpu", (RANKS,)), {"layer": style})
+    (program,) = programs(model, [x], 2, backward=False)
+    assert (find_races(plan_of_program(program.source)) == []) is copied_once
+
+
+@pytest.mark.slow
+def test_kernels_of_a_program_compile_for_the_target() -> None:
+    (program,) = programs(*linear("reduce_scatter"), 1, backward=False, target="sm_80")
+    reports = kernel_reports(program, "sm_80")
+    assert reports
+    for source, report in reports:
+        assert report.name.partition("/")[0] in source
+        assert ".target sm_80" in report.ptx
+        assert report.cubin.startswith(b"\x7fELF")
+        assert report.spills == 0
+
+
+def test_an_absent_gpu_is_there_inside_the_block_only() -> None:
+    before = torch.cuda.is_available(), torch.cuda.device_count()
+    with absent_gpu("sm_90"):
+        assert torch.cuda.get_device_capability() == (9, 0)
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == before
+    with pytest.raises(CommandError, match="sm_80, sm_90, sm_100"), absent_gpu("sm_70"):
+        pass
