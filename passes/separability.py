@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)  # sums of these are rounded no more often than the plain graph does
+
 
 class NotSeparable(Exception):
     """A node cannot be computed slice by slice along the asked dim; the message is the reason, for the records."""
@@ -147,7 +149,7 @@ class Axes:
         if not self.sums:
             raise NotSeparable(f"{node.name} ({node.target}) reduces over this dim")
         dtype = tensor_of(node).dtype
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in SIXTEEN_BIT:
             raise NotSeparable(f"{node.name} sums over this dim: each slice would round to {dtype} once more")
         return Split(inputs, None)
 
