@@ -17,35 +17,39 @@ from benchmarks import never_slower, overhead, overlap, timeline, training
 from benchmarks.results import RESULTS
 
 RATE = "250mbit"  # slow enough that the host work of several ranks on a few cores is small beside the transfers
-_SWEEP = f"--sweep --rate {RATE} --slice-mb 1 --repeats 7 --budget-s 6"
+_SWEEP = f"--sweep --rate {RATE} --slice-mb 1 --repeats 7 --budget-s 5"
 
 # Name -> module and arguments; the file of the results has the same name.
 PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "overhead": (overhead.main, "--layers 2 --layers 8 --pass-layers 32 --minutes 5"),
     "overlap_example": (overlap.main, "--kind all_gather --ranks 4 --rate 1gbit --slice-mb 2 --slice-ms 25"),
-    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 7"),
-    "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --ratio 1 --minutes 2.5"),
-    "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --ratio 1 --minutes 2.5"),
-    "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 3"),
+    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 6.5"),
+    "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --minutes 1.5"),
+    "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --minutes 1.5"),
+    "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 2"),
     "overlap_matmul": (
         overlap.main,
-        "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 6 --minutes 2",
+        "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 5 --minutes 1",
     ),
     "training": (training.main, "--ranks 2 --ranks 4"),
+    "overhead": (overhead.main, "--layers 2 --pass-layers 2 8 32 --minutes 2"),
     "timeline": (timeline.main, ""),
-    "never_slower": (never_slower.main, "--count 130 --minutes 9"),
+    "never_slower": (never_slower.main, "--ranks 2 4 --count 110 25 --minutes 7"),
+    "compile_8": (overhead.main, "--no-ops --layers 8 --pass-layers --minutes 15"),
 }
 NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_matmul", "training")
+APART = ("compile_8",)  # minutes of compiling: only where it is asked for
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=PARTS, action="append", help="may be repeated; default: all")
-    parser.add_argument("--quick", action="store_true", help=f"all but {', '.join(NOT_QUICK)}")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help=f"may be repeated; default: all but {', '.join(APART)}"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"without {', '.join(NOT_QUICK)}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the JSON files")
     args = parser.parse_args(arguments)
     failed = []
-    for name in args.part or [name for name in PARTS if not (args.quick and name in NOT_QUICK)]:
+    for name in args.part or [name for name in PARTS if name not in (*APART, *(NOT_QUICK if args.quick else ()))]:
         program, words = PARTS[name]
         module = program.__module__.rpartition(".")[2]
         print(f"\n== {name}: python benchmarks/{module}.py {words}", flush=True)

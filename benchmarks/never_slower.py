@@ -1,13 +1,15 @@
 """Is anything slower under our backend than under plain Inductor, where it may choose?
 
-python benchmarks/never_slower.py --count 100 --minutes 15
+python benchmarks/never_slower.py --ranks 2 4 --count 110 25 --minutes 9
 
-Many small regions (tiny to large M, K, N; both kinds; real float32 matmuls) on 2 gloo ranks over loopback, each doing what
-`options={"machine": FILE}` decides, FILE being calibrated at the start of the run. Every region is compiled by plain Inductor, by
-ours as it decides (auto), and by ours with rewrite="always", to see whether leaving it alone was right. Then they take turns,
-and Inductor twice in each turn: the ratio of those two is the noise. The ratio that counts is
+Many small regions (tiny to large M, K, N; a collective before or after a real float32 matmul) on gloo ranks over loopback, each
+doing what `options={"machine": FILE}` decides, FILE being calibrated at the start of the run, for these ranks. Every region is
+compiled by plain Inductor, by ours as it decides (auto), and by ours with rewrite="always", to see whether leaving it alone was
+right. Then they take turns, and Inductor twice in each turn: the ratio of those two is the noise. The ratio that counts is
 
     speed-up = time under plain Inductor / time under ours        (medians; above 1 is faster)
+
+Where auto leaves a region alone its graph is Inductor's, but for one op that keeps the records: the rest is noise.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -28,8 +29,10 @@ from typing import Any
 if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.results import save, why
 from benchmarks.world import World
 
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 Shape = tuple[str, int, int, int]  # kind, M, K, N of the whole matmul
 WRONG = 0.05  # a decision is wrong if the other one would have been this much faster, beyond the noise
 SIZES_M = (32, 128, 512, 2048, 8192)
@@ -40,7 +43,7 @@ def shapes(count: int, seed: int = 0) -> list[Shape]:
     """`count` different regions, none of which takes more than about 0.2 s."""
     every = [
         (kind, m, k, n)
-        for kind in ("all_gather", "reduce_scatter")
+        for kind in KINDS
         for m in SIZES_M
         for k in SIZES_KN
         for n in SIZES_KN
@@ -63,26 +66,28 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     """Times of one region on this rank, by turn."""
     import torch
     import torch.distributed as dist
+    import torch.distributed._functional_collectives as funcol
     from torch import Tensor
 
     from benchmarks.regions import all_gather, reduce_scatter
     from fo_compiler.records import record
 
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     kind, m, k, n = shape
     group = dist.group.WORLD
     assert group is not None
     ranks = dist.get_world_size()
     w = torch.randn(k, n)
 
-    def gather(x: Tensor) -> Tensor:
-        return torch.mm(all_gather(x, 0, group), w)
+    def region(x: Tensor) -> Tensor:
+        if kind == "all_gather":
+            x = all_gather(x, 0, group)
+        elif kind == "all_to_all":
+            x = funcol.all_to_all_single(x, None, None, group)
+        x = torch.mm(x, w)
+        if kind == "reduce_scatter":
+            x = reduce_scatter(x, "sum", 0, group)
+        return funcol.all_reduce(x, "sum", group) if kind == "all_reduce" else x
 
-    def scatter(x: Tensor) -> Tensor:
-        result: Tensor = reduce_scatter(torch.mm(x, w), "sum", 0, group)
-        return result
-
-    region = gather if kind == "all_gather" else scatter
     x = torch.randn(m // ranks if kind == "all_gather" else m, k)
     torch.compiler.reset()
     options: dict[str, Any] = {"machine": machine} if machine else {}
@@ -141,6 +146,7 @@ def judge(shape: Shape, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         wrong = "left alone, and would be faster"
     return {
         "shape": list(shape),
+        "ranks": len(of_ranks),
         "inductor_ms": round(plain, 3),
         "auto_ms": round(median["auto"], 3),
         "always_ms": round(median["always"], 3),
@@ -171,46 +177,64 @@ def conclusion(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "slower_beyond_noise": sum(row["speedup"] < 0.98 - row["noise"] for row in rows),
         "wrong_rewritten": sum(row["wrong"].startswith("rewritten") for row in rows),
         "wrong_left_alone": sum(row["wrong"].startswith("left") for row in rows),
+        "worst_rewritten": min((row["speedup"] for row in rows if row["rewritten"]), default=None),
+        "median_rewritten": statistics.median(rewritten)
+        if (rewritten := [r["speedup"] for r in rows if r["rewritten"]])
+        else None,
         "median_speedup_always": statistics.median(row["speedup_always"] for row in rows),
     }
 
 
-def run(count: int, minutes: float, preset: str | None, budget_ms: float) -> Iterator[dict[str, Any]]:
-    end = time.monotonic() + minutes * 60
-    with World(2, None, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
+def run(ranks: int, count: int, seconds: float, preset: str | None, budget_ms: float) -> Iterator[dict[str, Any]]:
+    """Judge `count` regions, or as many as there is time for; one that fails is reported, and ends the ranks."""
+    end = time.monotonic() + seconds
+    with World(ranks, None, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
         machine = preset or f"{directory}/machine.json"
         if preset is None:
             world.run(calibrate, machine)
-            print(Path(machine).read_text(), file=sys.stderr)
         for shape in shapes(count):
             if time.monotonic() > end:
-                break
+                return
             yield judge(shape, world.run(measure, shape, machine, budget_ms))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100, help="regions to measure")
-    parser.add_argument("--minutes", type=float, default=15.0, help="stop after this long")
-    parser.add_argument("--machine", help="a preset or file instead of a calibration in the run")
-    parser.add_argument("--budget-ms", type=float, default=1500.0, help="for the turns of one region, about")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--count", type=int, nargs="+", default=[110, 25], help="regions, for each number of ranks")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="stop after this long, shared in proportion to the counts"
+    )
+    parser.add_argument("--machine", help="a preset or a file instead of calibrating")
+    parser.add_argument("--budget-ms", type=float, default=900, help="time for the turns of one region")
+    parser.add_argument("--out", type=Path, help="write the results to this file, after each region")
     args = parser.parse_args(arguments)
+    if len(args.ranks) != len(args.count):
+        parser.error(f"expected a count for each of --ranks {args.ranks}, got {args.count}")
     rows: list[dict[str, Any]] = []
-    for row in run(args.count, args.minutes, args.machine, args.budget_ms):
-        rows.append(row)
-        flag = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
-        print(
-            f"{len(rows):4} {row['shape']!s:38} inductor {row['inductor_ms']:9.3f} ms  auto {row['speedup']:.3f}"
-            f"  always {row['speedup_always']:.3f} ({row['schedule']})  noise {row['noise']:.3f}"
-            f"  {'rewritten' if row['rewritten'] else 'left alone'}{flag}",
-            flush=True,
-        )
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps({"conclusion": conclusion(rows), "regions": rows}, indent=1) + "\n")
-    print(json.dumps(conclusion(rows), indent=1))
-    return 0
+    status = 0
+    for ranks, count in zip(args.ranks, args.count, strict=True):
+        seconds = args.minutes * 60 * count / sum(args.count)
+        try:
+            for row in run(ranks, count, seconds, args.machine, args.budget_ms):
+                rows.append(row)
+                flag = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
+                print(
+                    f"{ranks} {'x'.join(map(str, row['shape'])):32} {row['inductor_ms']:9.3f} ms  speed-up {row['speedup']:.3f}"
+                    f"  always {row['speedup_always']:.3f} ({row['schedule']})  noise {row['noise']:.3f}"
+                    f"  {'rewritten' if row['rewritten'] else 'left alone'}{flag}",
+                    flush=True,
+                )
+                if args.out:
+                    save(args.out, {"conclusion": conclusion(rows), "regions": rows})
+        except (RuntimeError, TimeoutError) as error:
+            print(
+                f"FAILED: {ranks} ranks, after {len(rows)} regions: {why(error)}\n{error}", file=sys.stderr, flush=True
+            )
+            status = 1
+    if rows:
+        print(json.dumps(conclusion(rows), indent=1))
+    return status
 
 
 if __name__ == "__main__":

@@ -1,78 +1,158 @@
 """Put the measured tables into docs/performance.md: `python -m benchmarks.report`, after `python -m benchmarks`.
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`, and is made of benchmarks/results/NAME.json.
+A table stands between `<!-- NAME -->` and `<!-- end -->`, and is made of benchmarks/results/NAME.json; `prediction` is made of
+all that was measured on limited links. A table whose results are not there stays as it is.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import training
 from benchmarks.outcome import table
+from benchmarks.results import RESULTS
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
-RESULTS = ROOT / "benchmarks" / "results"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+Rows = list[dict[str, Any]]
+LISTED = 20  # wrong decisions, the worst first
 
 
-def overlap(rows: list[dict[str, Any]]) -> str:
-    return f"Links: {rows[0]['links']}. Times in ms.\n\n{table(rows)}"
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def overlap(rows: Rows) -> str:
+    lines = dict.fromkeys(row["links"] for row in rows)
+    return f"Links: {'; '.join(lines)}. Times in ms.\n\n{table(rows)}"
 
 
 def overhead(data: dict[str, Any]) -> str:
-    lines = ["| op | us |", "|---|---|"]
-    lines += [f"| {name} | {us:.0f} |" for name, us in data["ops_us"].items()]
-    lines += ["", "| layers | Inductor, s | flashoverlap, s | our pass, s | share |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {row['layers']} | {row['inductor_s']:.1f} | {row['flashoverlap_s']:.1f} | {row['our_pass_s']:.2f}"
-        f" | {row['share']:.1%} |"
-        for row in data["compile"]
-    ]
-    return "\n".join(lines)
+    parts = []
+    if data["ops_us"]:
+        parts.append(markdown(["op", "us"], [[name, f"{us:.0f}"] for name, us in data["ops_us"].items()]))
+    rows = []
+    for row in data["compile"]:
+        if "failed" in row:
+            rows.append([str(row["layers"]), row["failed"], "", "", "", ""])
+            continue
+        whole = [
+            f"{row[f'{backend}_s']:.1f}" if f"{backend}_s" in row else "" for backend in ("inductor", "flashoverlap")
+        ]
+        share = f"{row['share']:.1%}" if "share" in row else ""
+        rows.append([str(row["layers"]), str(row.get("graph_nodes", "")), *whole, f"{row['our_pass_s']:.2f}", share])
+    head = ["layers", "nodes of both graphs", "Inductor, s", "flashoverlap, s", "our pass, s", "share"]
+    return "\n\n".join([*parts, markdown(head, rows)])
 
 
 def never_slower(data: dict[str, Any]) -> str:
     found, rows = data["conclusion"], data["regions"]
-    lines = ["| | |", "|---|---|"]
-    lines += [f"| {name.replace('_', ' ')} | {round(value, 3)} |" for name, value in found.items()]
-    wrong = [row for row in rows if row["wrong"]]
-    lines += ["", f"Wrong decisions: {len(wrong)} of {len(rows)}."]
+    parts = [
+        markdown(["", ""], [[name.replace("_", " "), str(value and round(value, 3))] for name, value in found.items()])
+    ]
+    kinds = []
+    for kind in dict.fromkeys(row["shape"][0] for row in rows):
+        of_kind = [row for row in rows if row["shape"][0] == kind]
+        kinds.append([
+            kind,
+            str(len(of_kind)),
+            str(sum(row["rewritten"] for row in of_kind)),
+            f"{min(row['speedup'] for row in of_kind):.2f}",
+            f"{statistics.median(row['speedup'] for row in of_kind):.2f}",
+            str(sum(row["wrong"].startswith("rewritten") for row in of_kind)),
+            str(sum(row["wrong"].startswith("left") for row in of_kind)),
+        ])  # fmt: skip
+    head = [
+        "kind",
+        "regions",
+        "rewritten",
+        "worst",
+        "median",
+        "rewritten, and slower",
+        "left alone, and would be faster",
+    ]
+    parts.append(markdown(head, kinds))
+    wrong = sorted(
+        (row for row in rows if row["wrong"]), key=lambda row: -abs(row["speedup"] - max(1, row["speedup_always"]))
+    )
+    parts.append(
+        f"Wrong decisions: {len(wrong)} of {len(rows)}" + (f"; the worst {LISTED}:" if len(wrong) > LISTED else ".")
+    )
     if wrong:
-        lines += [
-            "",
-            "| region (kind, M, K, N) | Inductor, ms | as decided | rewritten | noise | |",
-            "|---|---|---|---|---|---|",
+        head = ["region (kind, M, K, N)", "ranks", "Inductor, ms", "as decided", "rewritten", "noise", ""]
+        parts.append(
+            markdown(head, [[
+                ", ".join(map(str, row["shape"])), str(row.get("ranks", 2)), f"{row['inductor_ms']:.2f}", f"{row['speedup']:.2f}",
+                f"{row['speedup_always']:.2f}", f"{row['noise']:.1%}", row["wrong"],
+            ] for row in wrong[:LISTED]])
+        )  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def prediction(rows: Rows) -> str:
+    """How far the cost model was off, for each kind: of what ran, and of the plain collective where that was predicted, too."""
+
+    def line(name: str, of_kind: Rows) -> list[str]:
+        errors = [row["predicted_ms"] / row["overlap_ms"] - 1 for row in of_kind]
+        sizes = sorted(map(abs, errors))
+        worst = max(errors, key=abs)
+        return [
+            name,
+            str(len(errors)),
+            f"{statistics.median(sizes):.1%}",
+            f"{worst:+.1%}",
+            f"{statistics.median(errors):+.1%}",
         ]
-        lines += [
-            f"| {', '.join(map(str, row['shape']))} | {row['inductor_ms']:.2f} | {row['speedup']:.2f}"
-            f" | {row['speedup_always']:.2f} | {row['noise']:.1%} | {row['wrong']} |"
-            for row in wrong
-        ]
-    return "\n".join(lines)
+
+    told = [row for row in rows if row.get("predicted_ms")]
+    kinds = dict.fromkeys((row["kind"], row["compute"]) for row in told)
+    lines = [
+        line(
+            kind if compute == "standin" else f"{kind}, real matmuls",
+            [r for r in told if (r["kind"], r["compute"]) == (kind, compute)],
+        )
+        for kind, compute in kinds
+    ]
+    head = ["kind", "cases", "median error", "worst", "median, signed (- is faster than it was)"]
+    return markdown(head, [*lines, line("all", told)]) if told else ""
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
+    "overlap_example": overlap,
     "overlap_uniform": overlap,
     "overlap_slow_link": overlap,
+    "overlap_nodes": overlap,
     "overlap_8": overlap,
+    "overlap_matmul": overlap,
+    "training": training.table,
     "overhead": overhead,
+    "compile_8": overhead,
     "never_slower": never_slower,
 }
 
 
 def fill(text: str, results: Path) -> str:
     """The page with the tables whose results are there."""
+    measured: Rows = []
+    made: dict[str, str] = {}
     for name, make in TABLES.items():
         path = results / f"{name}.json"
         if path.exists():
-            made = make(json.loads(path.read_text()))
+            data = json.loads(path.read_text())
+            made[name] = make(data)
+            if make is overlap:
+                measured += data
+    made["prediction"] = prediction(measured)
+    for name, made_table in made.items():
+        if made_table:
             text = re.sub(
                 rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-                lambda found, made=made: f"{found[1]}{made}\n{found[2]}",  # type: ignore[misc]
+                lambda found, made_table=made_table: f"{found[1]}{made_table}\n{found[2]}",  # type: ignore[misc]
                 text,
                 flags=re.DOTALL,
             )

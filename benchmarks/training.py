@@ -12,17 +12,20 @@ flashoverlap  ours
 step_ms       median step, slowest rank
 exposed_ms    how long a rank waits for communication, or posts it, in a step: by torch.profiler, from the ops that do so
 hidden        1 - exposed / exposed under plain Inductor
+peak_mb       most memory that a step adds
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
             found[name]["step_ms"].append((time.perf_counter() - start) * 1e3)
     for name, step in running.items():
         found[name]["exposed_ms"] = exposed_ms(step, (steps + 1, steps + 2, steps + 3))
+        found[name]["peak_mb"] = peak_mb(step, steps + 1)
     torch.compiler.reset()
     return {"ways": found, "records": [(r.graph, r.rewritten, r.collective) for r in report.records]}
 
@@ -146,6 +150,21 @@ def exposed_ms(step: Step, indices: tuple[int, ...]) -> dict[str, float]:
     return {phase: statistics.median(values) for phase, values in found.items()}
 
 
+def peak_mb(step: Step, index: int) -> float:
+    """The most memory that a step of this rank adds to what was there before it, in MB (1e6 bytes)."""
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step(index)
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    return float(max(accumulate((size for _, size in changes), initial=0))) / 1e6
+
+
 def exposed_us(events: list[tuple[str, float, float]]) -> dict[str, float]:
     """Time in ops of communication by phase, from (name, start, end); an op inside another one counts once."""
     total = dict.fromkeys(PHASES, 0.0)
@@ -176,6 +195,7 @@ def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "step_ms": round(statistics.median(turns), 2),
             "first_step_s": round(max(of_rank["first_step_s"] for of_rank in all_of_it), 1),
             "exposed_ms": {phase: round(ms, 2) for phase, ms in exposed.items()},
+            "peak_mb": round(max(of_rank["peak_mb"] for of_rank in all_of_it), 2),
             "loss": mine["losses"][-1],
         }
     plain = ways["inductor"]
@@ -198,25 +218,27 @@ def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = "| ranks | | step, ms | exposed forward, ms | exposed backward, ms | hidden forward | hidden backward | rewritten |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    head = ["ranks", "", "step, ms", "exposed forward, ms", "exposed backward, ms", "hidden forward", "hidden backward"]
+    head += ["peak, MB", "rewritten"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
         if "failed" in row:
-            lines.append(f"| {row['ranks']} | {row['failed']} | | | | | | |")
+            lines.append(f"| {row['ranks']} | {row['failed']} {'| ' * (len(head) - 2)}|")
             continue
         for name, way in row["ways"].items():
             if "failed" in way:
-                lines.append(f"| {row['ranks']} | {name} | {way['failed']} | | | | | |")
+                lines.append(f"| {row['ranks']} | {name} | {way['failed']} {'| ' * (len(head) - 3)}|")
                 continue
             counts = row["collectives"].values()
             done = (
                 ", ".join(f"{c['rewritten']} of {c['collectives']}" for c in counts) if name == "flashoverlap" else ""
             )
             exposed, hidden = way["exposed_ms"], way["hidden"]
+            peak = f"{way['peak_mb']:.1f}"
             cells = [str(row["ranks"]), name, f"{way['step_ms']:.0f}"]
             cells += [f"{exposed[phase]:.0f}" for phase in PHASES]
             cells += [f"{hidden[phase]:.2f}" for phase in PHASES] if name != "inductor" else ["", ""]
-            lines.append(f"| {' | '.join([*cells, done])} |")
+            lines.append(f"| {' | '.join([*cells, peak, done])} |")
     return "\n".join(lines)
 
 

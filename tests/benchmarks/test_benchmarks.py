@@ -13,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import network, never_slower, outcome, overlap, timeline, training
+from benchmarks import __main__ as everything
+from benchmarks import network, never_slower, outcome, overlap, report, timeline, training
 from benchmarks.network import Shaping, parse_rate
 from benchmarks.regions import KINDS, Case
+from benchmarks.results import save
 from benchmarks.world import World
 from fo_compiler.calibration import LinkFit
 from fo_compiler.records import Record
@@ -164,7 +166,7 @@ def test_shapes_are_different_and_reproducible() -> None:
     chosen = never_slower.shapes(100)
     assert len(set(chosen)) == 100
     assert chosen == never_slower.shapes(100)
-    assert {kind for kind, *_ in chosen} == {"all_gather", "reduce_scatter"}
+    assert {kind for kind, *_ in chosen} == set(never_slower.KINDS)
 
 
 def ran(auto: float, always: float, rewritten: bool) -> list[dict[str, object]]:
@@ -230,7 +232,7 @@ def test_exposed_time_is_that_of_communication_in_a_phase_and_counted_once() -> 
 
 def trained(step_ms: float, forward_ms: float, loss: float) -> dict[str, object]:
     exposed = {"forward": forward_ms, "backward": 20.0}
-    return {"step_ms": [step_ms] * 3, "exposed_ms": exposed, "losses": [loss], "first_step_s": 1.0}
+    return {"step_ms": [step_ms] * 3, "exposed_ms": exposed, "losses": [loss], "first_step_s": 1.0, "peak_mb": 5.0}
 
 
 def test_what_is_hidden_in_training_is_against_plain_inductor_and_a_failed_way_stays_visible() -> None:
@@ -283,3 +285,40 @@ def test_the_picture_is_small_the_same_every_time_and_knows_no_date(tmp_path: Pa
     assert len(text) < 40_000
     assert "dc:date" not in text
     assert "plain Inductor" in text
+
+
+def test_the_prediction_table_has_the_median_and_the_worst_error_of_each_kind() -> None:
+    row = {"kind": "chain", "compute": "standin", "overlap_ms": 100.0}
+    rows = [{**row, "predicted_ms": ms} for ms in (90.0, 101.0, 102.0)] + [{"kind": "chain", "failed": "failed"}]
+    assert "| chain | 3 | 2.0% | -10.0% | +1.0% |" in report.prediction(rows)
+
+
+def test_a_table_without_results_stays_as_it_is(tmp_path: Path) -> None:
+    page = "<!-- training -->\nold\n<!-- end -->\n<!-- never_slower -->\nold\n<!-- end -->\n"
+    row = never_slower.judge(("all_gather", 1, 1, 1), ran(12.0, 12.0, True))
+    save(tmp_path / "never_slower.json", {"conclusion": never_slower.conclusion([row]), "regions": [row]})
+    filled = report.fill(page, tmp_path)
+    assert "<!-- training -->\nold" in filled
+    assert "rewritten, and slower" in filled.partition("never_slower")[2]
+    assert filled.count("old") == 1
+
+
+def test_the_whole_set_has_a_place_in_the_page_for_each_table() -> None:
+    page = report.PAGE.read_text()
+    for name in {*report.TABLES, "prediction"}:
+        assert f"<!-- {name} -->" in page, name
+
+
+def test_a_part_that_fails_is_named_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def broken(arguments: list[str]) -> int:
+        raise RuntimeError("no network")
+
+    ran_parts = []
+    monkeypatch.setattr(
+        everything, "PARTS", {"one": (broken, ""), "two": (lambda words: ran_parts.append(words) or 0, "--x 1")}
+    )
+    assert everything.main(["--results", str(tmp_path)]) == 1
+    assert ran_parts == [["--x", "1", "--out", str(tmp_path / "two.json")]]
+    assert "FAILED: one" in capsys.readouterr().out
