@@ -23,7 +23,7 @@ from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
 from .attention import ROWS, product_sizes
 from .regions import Region, plan_region
-from .rules import ATTENTIONS, tensor_operands
+from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
 from .separability import shape_of, tensor_of
 from .sites import Site
 
@@ -137,7 +137,7 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         site.kind,
         machine,
         site.ranks,
-        tuple((product_of(region, node), str(tensor_of(node).dtype)) for node in region.matmuls),
+        tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls),
         prod(shape_of(site.value)) * value.element_size() // site.ranks,
         None if options.schedule == "auto" and len(families(site, options)) > 1 else families(site, options),
         slices_per_rank,
@@ -176,14 +176,19 @@ def _choose(
     )
 
 
+def first_factor(node: Node) -> Node:
+    """The left operand of a matmul, or the query of attention: its dtype is the one that the machine multiplies in."""
+    operands = tensor_operands(node)
+    return operands[0] if node.target in ATTENTIONS else operands[FIRST_FACTOR.get(node.target, -2)]
+
+
 def product_of(region: Region, node: Node) -> Product:
     """The sizes of a matmul of a region, and which of them is cut."""
     cut = region.cuts.get(node)
     if node.target in ATTENTIONS:
         assert cut is not None
         return Product(*product_sizes(node), cut="m" if cut.dim == ROWS else "batch")
-    # The last two tensors are the factors (a bias comes first), but for linear, where it comes last.
-    a = tensor_operands(node)[0 if node.target is torch.ops.aten.linear.default else -2]
+    a = first_factor(node)
     shape = shape_of(node)
     sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": shape_of(a)[-1], "n": shape[-1]}
     batch = prod(shape[:-2])

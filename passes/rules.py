@@ -7,15 +7,16 @@ pointwise need no row.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from . import attention
-from .separability import Axes, AxesRule, Label, NotSeparable, ReshapeRule, Rule, argument, shape_of
+from .separability import Axes, AxesRule, Cut, Label, NotSeparable, ReshapeRule, Rule, Split, argument, shape_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -89,6 +90,56 @@ def linear(node: Node) -> Axes:
     x, weight, *bias = tensor_operands(node)
     batch: tuple[Label, ...] = tuple(range(len(shape_of(x)) - 1))
     return Axes(((x, (*batch, "k")), (weight, ("n", "k")), *((b, ("n",)) for b in bias)), (*batch, "n"))
+
+
+SCALED_COLUMNS = 16  # CUDA's _scaled_mm takes a multiple of so many output columns
+
+
+@dataclass(frozen=True)
+class ScaledProductRule(AxesRule):
+    """_scaled_mm: the axes, and what its operands have to look like beyond them."""
+
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+        return self._checked(node, super().from_inputs(node, cuts, n), n)
+
+    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+        return self._checked(node, super().from_output(node, cut, n), n)
+
+    @staticmethod
+    def _checked(node: Node, split: Split, n: int) -> Split:
+        cut, columns = split.output, shape_of(node)[1]
+        if cut is not None and cut.dim == 1 and (cut.outer > 1 or columns % (n * SCALED_COLUMNS)):
+            raise NotSeparable(
+                f"{node.name} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
+                f"{columns} columns do not divide into {n} such slices"
+            )
+        return split
+
+
+def scaled_product(node: Node) -> Axes:
+    """a [M, K] @ b [K, N] in 8 bits, with one scale each, or one a row of a [M, 1] and one a column of b [1, N].
+
+    Block-wise scales belong to tiles, and may be laid out in swizzled order: a slice would have to know both.
+    """
+    a, b = argument(node, "self"), argument(node, "mat2")
+    operands: list[tuple[Node, tuple[Label, ...]]] = [(a, ("m", "k")), (b, ("k", "n"))]
+    rows, columns = shape_of(a)[0], shape_of(b)[1]
+    for name, per_row, labels in (("scale_a", (rows, 1), ("m", None)), ("scale_b", (1, columns), (None, "n"))):
+        scale = argument(node, name)
+        shape = shape_of(scale)
+        if prod(shape) == 1:
+            operands.append((scale, (None,) * len(shape)))
+        elif shape == per_row:
+            operands.append((scale, labels))
+        else:
+            raise NotSeparable(
+                f"{node.name} has block-wise scales ({name} is {list(shape)}): slices may not keep to its tiles"
+            )
+    if isinstance(bias := argument(node, "bias"), Node):
+        operands.append((bias, ("n",)))
+    if isinstance(scale := argument(node, "scale_result"), Node):
+        operands.append((scale, (None,) * len(shape_of(scale))))
+    return Axes(tuple(operands), ("m", "n"))
 
 
 def reduction(sums: bool = False) -> Callable[[Node], Axes]:
@@ -276,6 +327,7 @@ RESHAPES: tuple[Any, ...] = (aten.view.default, aten.reshape.default, aten._unsa
 RULES: dict[Any, Rule] = {
     **{op: AxesRule(axes) for op, axes in _AXES.items()},
     **dict.fromkeys(RESHAPES, ReshapeRule()),
+    aten._scaled_mm.default: ScaledProductRule(scaled_product),
     **dict.fromkeys(attention.RANDOM_STATE, attention.AttentionRule(attention.forward)),
     **dict.fromkeys(attention.BACKWARDS, attention.AttentionRule(attention.backward)),
 }
@@ -304,6 +356,9 @@ VIEWS: frozenset[Any] = frozenset(
     )
 )
 
+# Where a matmul's first factor stands among its tensors, if not before the last one (a bias comes first as a rule).
+FIRST_FACTOR: dict[Any, int] = {aten.linear.default: 0, aten._scaled_mm.default: 0}
+
 # What makes a region worth having, and how the partial sums of slices are added up where its K dim is cut.
 ATTENTIONS: frozenset[Any] = frozenset(attention.RANDOM_STATE) | attention.BACKWARDS
 MATMULS: set[Any] = {
@@ -312,6 +367,7 @@ MATMULS: set[Any] = {
     aten.bmm.default,
     aten.baddbmm.default,
     aten.linear.default,
+    aten._scaled_mm.default,
     *ATTENTIONS,
 }
 ADD_PRODUCT: dict[Any, Any] = {

@@ -31,13 +31,14 @@ class Program:
     inputs: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
     leaves: list[fx.Node] = field(default_factory=list)
 
-    def input(self, *shape: int) -> fx.Node:
+    def input(self, *shape: int, dtype: torch.dtype | None = None) -> fx.Node:
+        dtype = dtype or self.dtype
         last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"), None)
         with self.graph.inserting_after(last) if last else nullcontext():
             node = self.graph.placeholder(f"in{len(self.inputs)}")
         with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=self.dtype)
-        self.inputs.append((shape, self.dtype))
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        self.inputs.append((shape, dtype))
         return node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -423,3 +424,39 @@ def all_reduce_stacks(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[to
             p.leaves.append(reduced)
         x = steps(p, draw, reduced, 2)
     return p.finish([matmul(p, draw, x), *p.leaves])
+
+
+# --- eight bits ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fp8_programs(draw: Draw, ranks: st.SearchStrategy[int], row_scales: bool) -> Program:
+    """(all-gather of activations or weights, with their scales) -> _scaled_mm -> (reduce-scatter | all-reduce | nothing)"""
+    fp8 = torch.float8_e4m3fn
+    p = Program(draw(ranks), torch.float32)
+    rows, inner, columns = (p.ranks * draw(st.integers(1, 3)), 16, 16 * p.ranks * draw(st.sampled_from([1, 2])))
+    gathered = draw(st.sampled_from([None, "a", "b"]))
+    by_row = row_scales and draw(st.booleans())
+
+    def operand(name: str, count: int) -> tuple[fx.Node, fx.Node]:
+        share = count // p.ranks if name == gathered else count
+        x, scale = p.input(share, inner, dtype=fp8), p.input(share, 1)
+        if name == gathered:
+            x = all_gather(p, x, 0)
+            scale = all_gather(p, scale, 0) if by_row else scale
+        return x, scale if by_row else p.call(aten.mean.dim, scale, [0, 1])
+
+    (a, scale_a), (b, scale_b) = operand("a", rows), operand("b", columns)
+    if by_row:
+        scale_b = p.call(aten.permute.default, scale_b, [1, 0])
+    bias = p.input(columns) if draw(st.booleans()) else None
+    b = p.call(aten.permute.default, b, [1, 0])
+    y = p.call(aten._scaled_mm.default, a, b, scale_a, scale_b, bias, out_dtype=torch.float32)
+    if draw(st.booleans()):
+        y = p.call(aten.relu.default, y)
+    end = draw(st.sampled_from([None, 0, 1, "all-reduce"]))
+    if end == "all-reduce":
+        y = all_reduce(p, y)
+    elif isinstance(end, int):
+        y = reduce_scatter(p, y, end)
+    return p.finish([y])

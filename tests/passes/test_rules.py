@@ -83,6 +83,7 @@ def test_every_row_of_the_table_has_a_case() -> None:
     import operator
 
     rows = {op for op in RULES if str(op) not in registered} - ATTENTIONS  # those are in test_attention.py
+    rows.remove(aten._scaled_mm.default)  # this one is in test_fp8.py
     assert rows - {operator.getitem} <= set(CASES), rows - set(CASES)
 
 
