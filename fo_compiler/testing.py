@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from .options import Options
 from .passes.overlap_pass import overlap
 from .passes.separability import strides_that_matter
+from .passes.single_collectives import SINGLE_OF
 from .records import GraphRecords
 from .runtime.local import LocalTransport, LocalWorld
 from .runtime.ops import pending_transfers
@@ -50,7 +51,9 @@ class LocalInterpreter(fx.Interpreter):
             return self._collective(target, args)
         return super().call_function(target, args, kwargs)
 
-    def _collective(self, target: Any, args: tuple[Any, ...]) -> Tensor:
+    def _collective(self, target: Any, args: tuple[Any, ...]) -> Any:
+        if target in SINGLE_OF:
+            return [self._collective(SINGLE_OF[target], (tensor, *args[1:])) for tensor in args[0]]
         transport = current_transport()
         assert isinstance(transport, LocalTransport)
         tensor: Tensor = args[0]

@@ -36,6 +36,7 @@ from .regions import Region, plan_region
 from .rewrite import rewrite_region
 from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
+from .single_collectives import SingleCollectives
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 from .slice_matmuls import use_slice_matmuls
 from .split_all_reduce import split_all_reduce, wanted_matmuls
@@ -99,20 +100,22 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
 
     `pin` fixes the order of launch for a compiler; an interpreter runs the nodes as they stand, and needs none of it.
     """
-    collectives = {node.name: node for node in graph.nodes if is_collective(node)}
-    if not collectives:
+    if not any(map(is_collective, graph.nodes)):
         return GraphRecords(())
     which = graph_kind(graph)
     outputs_before, digest = signature(graph), _graph_digest(graph)
     dump = GraphDump.open(options.dump_dir, which, _global_rank(), graph)
+    singles = SingleCollectives(graph, enabled=options.rewrite != "never")
+    collectives = {node.name: node for node in graph.nodes if is_collective(node)}
     rewriter = _Rewriter(graph, which, list(collectives.values()), options, groups)
     for name, node in collectives.items():
         if name not in rewriter.records:  # it may have gone together with an earlier one
             rewriter.handle(node)
-    records, done = [rewriter.records[name] for name in collectives], rewriter.done
+    records, gone = singles.finish({name: rewriter.records[name] for name in collectives})
+    done = rewriter.done
     published = GraphRecords(tuple(records), options.agreement, digest)
     _announce(graph, published)
-    verify_graph(graph, outputs_before, {name: rewriter.records[name].rewritten for name in collectives})
+    verify_graph(graph, outputs_before, gone)
     if has_streams(graph):
         if options.compute_streams > 1:
             use_slice_matmuls(graph)

@@ -67,16 +67,23 @@ class Region:
             if self.is_gather or all(user in inside for user in node.users):
                 inside.add(node)
         start = [self.site.value] if self.is_gather else []
+        joined = bool(self.blocks_read_outside())
         outputs: list[Node] = []
         kept: set[Node] = set()
         for node in reversed([*start, *self.members]):
-            if all(user in inside and user not in kept for user in node.users):
+            if all(user in inside and user not in kept for user in node.users) and not (node in start and joined):
                 continue
             if node.target in VIEWS or (node.target is getitem and node.args[0].target in VIEWS):  # type: ignore[union-attr]
                 kept.add(node)
             else:
                 outputs.append(node)
         return outputs[::-1], kept
+
+    def blocks_read_outside(self) -> list[tuple[Node, int]]:
+        """The blocks of single ranks that others read, besides the tensor that joins them, each with its rank."""
+        site = self.site
+        inside = {*site.glue, site.value}
+        return [(node, rank) for node, rank in site.blocks if any(user not in inside for user in node.users)]
 
     def replaced(self) -> set[Node]:
         """What the rewrite takes out of the graph: the collective, members, and glue that nothing else reads."""
@@ -151,6 +158,9 @@ def _grow_downstream(region: Region) -> None:
                 heapq.heappush(frontier, user)
 
     push(site.value, True)
+    seen.add(site.value)
+    for block, _ in site.blocks:  # what reads one depends on the region
+        push(block, False)
     while readers:
         node = heapq.heappop(frontier)
         is_reader = node in readers

@@ -103,6 +103,7 @@ class _Writer:
                 case Store(slice_, step):
                     self.sums[slice_] = self.received.pop(step)
         results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
+        results.update({block: self._block(block, rank, results) for block, rank in self.region.blocks_read_outside()})
         results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
         results.update(self.totals)
         if not self.region.is_gather:
@@ -330,6 +331,14 @@ class _Writer:
             ):
                 joined = self._emit(f"join_{node.name}", target, (joined, argument), None)
         return self._with_strides_of(node, joined)
+
+    def _block(self, node: Node, rank: int, results: dict[Node, Node]) -> Node:
+        """The block of one rank, out of the joined tensor."""
+        site = self.site
+        size = shape_of(site.value)[site.dim] // site.ranks
+        bounds = (rank * size, (rank + 1) * size)
+        block = self._emit(f"block_{node.name}", aten.slice.Tensor, (results[site.value], site.dim, *bounds), None)
+        return self._with_strides_of(node, block)
 
     def _with_strides_of(self, original: Node, result: Node) -> Node:
         """Give `result` the strides of `original`, where they are those of a permuted contiguous tensor."""

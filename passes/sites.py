@@ -48,8 +48,9 @@ class Site:
     `value` is the tensor that is computed slice by slice, and `dim` the dim along which it is cut: what was gathered or
     arrives from all ranks, or what is to be summed or leaves for all ranks. `shard` is the tensor at the other side of the
     collective: what this rank sends, or what comes out. In an all-to-all `peer_dim` is the dim of `shard` along which its
-    blocks for (or from) the peers lie. `glue` are the nodes between the collective and `value`. `alternatives` are other
-    ways to see the same collective: an all-reduce cut along another dim, an all-to-all from its other side.
+    blocks for (or from) the peers lie. `glue` are the nodes between the collective and `value`; `blocks` are those of them
+    that are the block of one rank, with that rank: others may read these, too. `alternatives` are other ways to see the same
+    collective: an all-reduce cut along another dim, an all-to-all from its other side, a gathered list that is joined twice.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Site:
     glue: tuple[Node, ...]
     averages: bool = False
     peer_dim: int = 0
+    blocks: tuple[tuple[Node, int], ...] = ()
     alternatives: tuple[Site, ...] = ()
 
 
@@ -122,8 +124,23 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
 
 
 def _all_gather(ends: Site) -> Site:
-    value, dim, glue = _gathered(ends.wait, ends.ranks)
-    return replace(ends, value=value, dim=dim, glue=glue)
+    """Its value is `wait` itself, or the cat of its blocks where that is all that reads it."""
+    chains = [_through_copies(block) for block in _blocks(ends.wait, 0, ends.ranks) or ()]
+    cats = _cats([chain[-1] for chain in chains])
+    blocks = {node: rank for rank, chain in enumerate(chains) for node in chain}
+    glue = {*blocks, *ends.wait.users}
+    firsts = {chain[0] for chain in chains}
+    if not cats or any(user not in firsts and not set(user.users) <= firsts for user in ends.wait.users):
+        return ends
+    whole = replace(ends, glue=tuple(sorted(glue)), blocks=tuple(blocks.items()))
+    along = [replace(whole, value=cat, dim=_cat_dim(cat)) for cat in cats]
+    return replace(along[0], alternatives=tuple(along[1:]))
+
+
+def _cats(pieces: list[Node]) -> list[Node]:
+    """The nodes that join exactly these, in graph order."""
+    users = pieces[0].users if pieces else ()
+    return sorted(user for user in users if user.target is aten.cat.default and user.args[0] == pieces)
 
 
 def _reduce_scatter(ends: Site) -> Site:
@@ -177,21 +194,6 @@ _BY_KIND = {
     Kind.ALL_REDUCE: _all_reduce,
     Kind.ALL_TO_ALL: _all_to_all,
 }
-
-
-def _gathered(wait: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:
-    """The gathered tensor: `wait` itself, or the cat of its blocks if nothing else reads them."""
-    blocks = _blocks(wait, 0, ranks)
-    if blocks is not None:
-        ends = [_through_copies(block) for block in blocks]
-        users = {user for end in ends for user in end[-1].users}
-        if len(users) == 1:
-            (cat,) = users
-            glue = {node for end in ends for node in end} | ({wait} | set(wait.users))
-            others = {user for node in glue for user in node.users} - glue
-            if cat.target is aten.cat.default and cat.args[0] == [end[-1] for end in ends] and others == {cat}:
-                return cat, _cat_dim(cat), tuple(sorted(glue - {wait}))
-    return wait, 0, ()
 
 
 def _scattered(source: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:

@@ -460,3 +460,53 @@ def fp8_programs(draw: Draw, ranks: st.SearchStrategy[int], row_scales: bool) ->
     elif isinstance(end, int):
         y = reduce_scatter(p, y, end)
     return p.finish([y])
+
+
+# --- coalesced and repeated collectives -------------------------------------------------------------------------------------
+
+
+def _gathered_list(p: Program, draw: Draw, x: fx.Node) -> list[fx.Node]:
+    """`dist.all_gather(list, x)`: the blocks of all ranks, or copies of them."""
+    whole = p.call(c10d.wait_tensor.default, p.call(c10d.all_gather_into_tensor.default, x, p.ranks, "0"))
+    size = shape(x)[0]
+    blocks = [p.call(aten.slice.Tensor, whole, 0, size * rank, size * (rank + 1)) for rank in range(p.ranks)]
+    if draw(st.booleans()):
+        blocks = [p.call(aten.copy.default, p.call(aten.empty_like.default, x), block) for block in blocks]
+    return blocks
+
+
+@st.composite
+def several_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torch.dtype]) -> Program:
+    """Some coalesced collectives, some that gather the same tensor, and lists that are joined more than once."""
+    p = Program(draw(ranks), draw(st.sampled_from(dtypes)))
+
+    def consume(x: fx.Node) -> fx.Node:
+        return matmul(p, draw, x) if draw(st.booleans()) else p.call(aten.mul.Tensor, x, 0.5)
+
+    def tensor() -> fx.Node:
+        x = p.input(p.ranks * draw(st.integers(1, 2)), draw(st.integers(1, 3)))
+        return p.call(aten.mm.default, x, p.input(shape(x)[1], p.ranks)) if draw(st.booleans()) else x
+
+    outputs = []
+    for kind in draw(
+        st.lists(st.sampled_from(["gather", "scatter", "reduce", "repeat", "list"]), min_size=1, max_size=3)
+    ):
+        if kind == "list":
+            blocks = _gathered_list(p, draw, tensor())
+            for dim in draw(st.lists(st.integers(0, 1), min_size=1, max_size=2)):
+                outputs.append(consume(p.call(aten.cat.default, blocks, dim)))
+            outputs += blocks[: draw(st.integers(0, 2))]
+        elif kind == "repeat":
+            x = tensor()
+            outputs += [consume(all_gather(p, x, draw(st.integers(0, 1)))) for _ in range(draw(st.integers(1, 3)))]
+        else:
+            parts = [tensor() for _ in range(draw(st.integers(1, 3)))]
+            op, args = {
+                "gather": (c10d.all_gather_into_tensor_coalesced.default, (p.ranks, "0")),
+                "scatter": (c10d.reduce_scatter_tensor_coalesced.default, ("sum", p.ranks, "0")),
+                "reduce": (c10d.all_reduce_coalesced.default, ("avg", "0")),
+            }[kind]
+            results = p.call(op, parts, *args)
+            items = [p.call(operator.getitem, results, index) for index in range(len(parts))]
+            outputs += [consume(p.call(c10d.wait_tensor.default, item)) for item in items]
+    return p.finish([*outputs, *p.leaves])

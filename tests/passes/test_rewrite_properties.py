@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from fo_compiler.options import Options
 from fo_compiler.testing import assert_equivalent
-from tests.programs import Program, all_reduce_stacks, attention_programs, gather_programs, scatter_programs
+from tests.programs import (
+    Program,
+    all_reduce_stacks,
+    attention_programs,
+    gather_programs,
+    scatter_programs,
+    several_programs,
+)
 
 EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250"))
 PROFILE = settings(
@@ -54,6 +61,12 @@ def test_what_precedes_a_reduce_scatter_is_unchanged(program: Program, options: 
 @settings(PROFILE, max_examples=EXAMPLES // 8)
 @given(attention_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_attention_near_a_collective_is_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 5)
+@given(several_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_coalesced_and_repeated_collectives_give_the_same(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 

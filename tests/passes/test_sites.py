@@ -40,10 +40,20 @@ def test_a_gathered_list_that_is_copied_and_joined_is_one_site() -> None:
     assert (site.dim, site.value.target) == (1, aten.cat.default)
 
 
-def test_blocks_that_are_also_read_alone_keep_the_plain_form() -> None:
+def test_blocks_that_are_also_read_alone_are_known_by_their_rank() -> None:
     def user_code(x: Tensor) -> tuple[Tensor, Tensor]:
         first, second = torch.chunk(all_gather(x, 0, 2), 2)
-        return torch.cat([first, second], 1), first + 1
+        return torch.cat([first, second], 1), second + 1
+
+    site = only_site(user_code, 2, (2, 5))
+    assert site.dim == 1
+    assert [(node.name, rank) for node, rank in site.blocks] == [("getitem", 0), ("getitem_1", 1)]
+
+
+def test_a_gathered_tensor_that_is_also_read_whole_keeps_the_plain_form() -> None:
+    def user_code(x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = all_gather(x, 0, 2)
+        return torch.cat(torch.chunk(whole, 2), 1), whole + 1
 
     assert only_site(user_code, 2, (2, 5)).dim == 0
 
