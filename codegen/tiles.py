@@ -23,7 +23,8 @@ SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 *
 class Tile:
     """A program computes `block_m` x `block_n` outputs, `block_k` of the contracted dim at a time.
 
-    `group_m` tile rows are walked together, so that tiles in flight share what they read in the L2 cache.
+    `group_m` tile rows are walked together, so that tiles in flight share what they read in the L2 cache. `plain`: only for forms
+    that do no more to a tile than to round it; a bias, an epilogue or a sum so far would spill.
     """
 
     block_m: int
@@ -31,39 +32,46 @@ class Tile:
     block_k: int
     warps: int
     stages: int
+    plain: bool = False
     group_m: int = 8
 
     def count(self, m: int, n: int) -> int:
         """Number of tiles of an [m, n] output."""
         return -(-m // self.block_m) * -(-n // self.block_n)
 
-    @property
-    def accumulators(self) -> int:
-        """Float32 sums that a thread holds."""
-        return self.block_m * self.block_n // (32 * self.warps)
-
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}x{self.block_k}/w{self.warps}s{self.stages}"
 
 
-HEAVY_ACCUMULATORS = 64  # a thread that also holds a bias or a sum so far spills with more
-
-_FP32 = (Tile(128, 64, 16, 8, 3), Tile(64, 64, 16, 4, 3))
 _HOPPER = {
-    "16bit": (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 4), Tile(64, 64, 64, 4, 4)),
+    "16bit": (
+        Tile(128, 256, 64, 8, 3, plain=True),
+        Tile(128, 128, 64, 8, 4),
+        Tile(64, 128, 64, 4, 4),
+        Tile(64, 64, 64, 4, 4),
+    ),
     "tf32": (Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
-    "fp32": _FP32,
-    "fp8": (Tile(128, 256, 64, 8, 4), Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)),
+    "fp32": (Tile(128, 64, 16, 8, 3), Tile(64, 64, 16, 4, 3)),
+    "fp8": (Tile(128, 256, 64, 8, 4, plain=True), Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)),
 }
 # By how the operands are multiplied: 16-bit types and tf32 and fp8 on tensor cores, fp32 ("ieee") on the usual ones.
 _TABLE: dict[str, dict[str, tuple[Tile, ...]]] = {
     "sm_80": {
-        "16bit": (Tile(128, 128, 32, 4, 4), Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
-        "tf32": (Tile(128, 128, 16, 4, 4), Tile(128, 128, 16, 8, 4), Tile(64, 64, 32, 4, 3)),
-        "fp32": _FP32,
+        "16bit": (
+            Tile(128, 128, 32, 4, 4, plain=True),
+            Tile(128, 128, 32, 8, 4),
+            Tile(64, 128, 32, 4, 4),
+            Tile(64, 64, 32, 4, 4),
+        ),
+        "tf32": (Tile(128, 128, 16, 8, 4), Tile(64, 64, 32, 4, 3)),
+        "fp32": (Tile(128, 64, 16, 8, 3), Tile(64, 64, 16, 4, 3)),
     },
     "sm_90": _HOPPER,
-    "sm_100": _HOPPER,
+    "sm_100": {
+        **_HOPPER,
+        "tf32": (Tile(128, 128, 32, 8, 4, plain=True), Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
+        "fp32": (Tile(64, 64, 16, 4, 3),),
+    },
 }
 
 
@@ -97,7 +105,7 @@ def default_tile(
 
 def fitting_tiles(target: str, kind: str, heavy: bool) -> tuple[Tile, ...]:
     """The tiles that do not spill."""
-    return tuple(t for t in tiles(target, kind) if not heavy or t.accumulators <= HEAVY_ACCUMULATORS)
+    return tuple(t for t in tiles(target, kind) if not (heavy and t.plain))
 
 
 def target_for(capability: tuple[int, int]) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fo_compiler.codegen.cross_compile import KernelReport, all_specs, compile_kernel, spec_of
 from fo_compiler.codegen.kernels import matmul_into_launch
-from fo_compiler.codegen.tiles import HEAVY_ACCUMULATORS, SHARED_MEMORY_BYTES, TARGETS, Tile
+from fo_compiler.codegen.kernels.examples import launches
+from fo_compiler.codegen.tiles import SHARED_MEMORY_BYTES, TARGETS, Tile
 from fo_compiler.errors import KernelError
 
 SMALL = Tile(16, 16, 16, 4, 2)
@@ -92,9 +96,41 @@ def test_matmuls_use_the_tensor_cores_of_their_target(
     assert {name: found for name, found in used.items() if found != instruction} == {}
 
 
-def test_the_default_tile_of_a_heavy_form_leaves_registers() -> None:
-    from fo_compiler.codegen.tiles import default_tile, operand_kinds
+def whole_region(name: str) -> str:
+    """PTX of a whole-region kernel at a small tile for sm_90."""
+    launch = next(launch for launch in launches("sm_90") if launch.name.startswith(name))
+    small = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64}
+    launch = replace(launch, arguments={**launch.arguments, **small}, warps=4)
+    return compile_kernel(spec_of(launch), "sm_90").ptx
 
-    for target in TARGETS:
-        for kind in operand_kinds(target):
-            assert default_tile(target, kind, 8192, 8192, heavy=True).accumulators <= HEAVY_ACCUMULATORS
+
+@pytest.mark.slow
+def test_a_slice_is_read_after_its_flag_was_acquired_and_all_threads_have_met() -> None:
+    ptx = whole_region("all_gather_matmul[16bit")
+    acquire = ptx.index("ld.acquire.sys.global")
+    # From the load of the slice's number on, which opens the loop over tiles, nothing is read ahead.
+    assert "cp.async" not in ptx[ptx.rindex("ld.global", 0, acquire) : acquire]
+    assert "bar.sync" in ptx[acquire : ptx.index("cp.async", acquire)]
+
+
+@pytest.mark.slow
+def test_a_flag_is_raised_after_the_tile_was_stored_by_all_threads_and_counted() -> None:
+    ptx = whole_region("matmul_reduce_scatter[16bit,adds")
+    count = ptx.index("atom.global.gpu.acq_rel.add")
+    assert "bar.sync" in ptx[ptx.rindex("st.global.v4", 0, count) : count]
+    release = ptx.index("st.release.sys.global")
+    assert count < release
+    assert "bar.sync" in ptx[count:release]
+    # What is added is read after its flag.
+    acquire = ptx.index("ld.acquire.sys.global")
+    assert "bar.sync" in ptx[acquire : ptx.index("ld.global", acquire)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("target", TARGETS)
+def test_16_bit_operands_move_16_bytes_at_a_time(reports: dict[str, list[KernelReport]], target: str) -> None:
+    for report in reports[target]:
+        if "16bit" in report.name:
+            sizes = set(re.findall(r"cp\.async\.\w+\.shared\S*global \[[^]]*\], \[[^]]*\], (\w+)", report.ptx))
+            assert sizes == {"0x10"}, report.name
+            assert "st.global.v4" in report.ptx, report.name

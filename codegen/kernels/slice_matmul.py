@@ -17,6 +17,7 @@ Sources: docs/architecture.md section 4 (slices of a joined output); tile order 
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def matmul_into_launch(
     if start is not None and start.shape != out.shape:
         raise KernelError.wrong("start", f"the shape of out, {tuple(out.shape)}", tuple(start.shape))
     kind = operand_kind(a.dtype, allow_tf32)
-    (depth, cols), rows = b.shape, a[..., 0].numel()
+    (depth, cols), rows = b.shape, prod(a.shape[:-1])
     if out.numel() == 0:
         return None
     device = device_of(a)

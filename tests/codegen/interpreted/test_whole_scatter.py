@@ -1,0 +1,121 @@
+"""matmul_reduce_scatter under Triton's interpreter: partial sums arrive from a thread, another one watches the flags."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fo_compiler.codegen.kernels import (
+    matmul_reduce_scatter,
+    matmul_reduce_scatter_reference,
+    scatter_tables,
+    sum_partials,
+    wait_flags,
+)
+from fo_compiler.codegen.order import scatter_order
+from fo_compiler.errors import KernelError
+from fo_compiler.schedule import Kind, build
+
+from .helpers import FLOATS, OPERANDS, TILE, TILES, assert_close_to_exact, strided, values
+from .test_flags import int32
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_each_slice_is_its_product_and_what_arrived_and_is_whole_when_its_flag_is_up(data: st.DataObject) -> None:
+    draw = data.draw
+    ranks, m, family = draw(st.integers(1, 4)), draw(st.integers(1, 2)), draw(st.sampled_from(["ring", "direct"]))
+    schedule = build(Kind.REDUCE_SCATTER, family, ranks, m)
+    rank = draw(st.integers(0, ranks - 1))
+    block = (draw(st.integers(1, 20)),) if draw(st.booleans()) else (draw(st.integers(1, 3)), draw(st.integers(1, 9)))
+    depth, cols = draw(st.integers(1, 36)), draw(st.integers(1, 36))
+    dtype, wire = draw(OPERANDS), draw(FLOATS)
+    a, b = strided(draw, ranks * m, *block, depth, dtype=dtype), strided(draw, depth, cols, dtype=dtype)
+    order = scatter_order(schedule, rank)
+    steps = sorted({step for group in order for step in group.adds})
+    received = {step: values(step, *block, cols, dtype=wire) for step in steps}
+    # All in one buffer each, so that places and partial sums have equal strides.
+    places = torch.full((ranks * m, *block, cols), torch.nan, dtype=wire)
+    arriving = torch.full((len(steps), *block, cols), torch.nan, dtype=wire)
+    flags, arrival_flags = torch.zeros(ranks * m, dtype=torch.int32), torch.zeros(max(len(steps), 1), dtype=torch.int32)
+    leaving = [group.slice for group in order if group.peer is not None]
+    groups, adds = scatter_tables(
+        order,
+        list(places),
+        [flags[s : s + 1] if s in leaving else None for s in range(ranks * m)],
+        {step: (arriving[i], arrival_flags[i : i + 1]) for i, step in enumerate(steps)},
+    )
+    counters, late = torch.zeros(ranks * m, dtype=torch.int32), torch.zeros(ranks * m, dtype=torch.int32)
+    seen: dict[int, torch.Tensor] = {}
+
+    def transport() -> None:
+        for i, step in enumerate(steps):
+            time.sleep(0.002)
+            arriving[i].copy_(received[step])
+            arrival_flags[i] = 1
+
+    def watch() -> None:
+        while len(seen) < len(leaving):
+            for s in leaving:
+                if s not in seen and flags[s] == 1:
+                    seen[s] = places[s].clone()
+            time.sleep(0.0005)
+
+    threads = [threading.Thread(target=transport), threading.Thread(target=watch)]
+    for thread in threads:
+        thread.start()
+    matmul_reduce_scatter(
+        a, b, places[0], groups, adds, counters, int32(1), late, tile=draw(TILES), programs=draw(st.integers(1, 5)), aligned=False
+    )  # fmt: skip
+    for thread in threads:
+        thread.join()
+    assert not late.any()
+    assert not counters.any()
+    assert flags.tolist() == [int(s in leaving) for s in range(ranks * m)]
+    for group in order:
+        added = [received[step] for step in group.adds]
+        exact = matmul_reduce_scatter_reference(a[group.slice], b, added)
+        magnitude = matmul_reduce_scatter_reference(a[group.slice].abs(), b.abs(), [x.abs() for x in added])
+        assert_close_to_exact(places[group.slice], exact, magnitude, depth + len(added))
+        if group.slice in leaving:
+            torch.testing.assert_close(seen[group.slice], places[group.slice], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tiles_stored_straight_at_the_owner_add_up_to_the_reduce_scatter(ranks: int) -> None:
+    rows, depth, cols = 18, 20, 33
+    a = [values(r, ranks, rows, depth, dtype=torch.float32) for r in range(ranks)]
+    b = [values(9 + r, depth, cols, dtype=torch.float32) for r in range(ranks)]
+    schedule = build(Kind.REDUCE_SCATTER, "direct", ranks, 1)
+    inbox = torch.full((ranks, ranks, rows, cols), torch.nan)  # [owner, source, ...]
+    flags = torch.zeros(ranks, ranks, dtype=torch.int32)
+    for rank in range(ranks):
+        order = [type(g)(g.slice, g.peer, ()) for g in scatter_order(schedule, rank)]  # sums are left to sum_partials
+        groups, adds = scatter_tables(
+            order, [inbox[s, rank] for s in range(ranks)], [flags[s, rank : rank + 1] for s in range(ranks)], {}
+        )
+        counters = torch.zeros(ranks, dtype=torch.int32)
+        matmul_reduce_scatter(
+            a[rank], b[rank], inbox[0, 0], groups, adds, counters, int32(1), counters.clone(), tile=TILE, aligned=False
+        )  # fmt: skip
+    for owner in range(ranks):
+        late = torch.zeros(ranks, dtype=torch.int32)
+        wait_flags(flags[owner], int32(1), late, polls=1)
+        assert not late.any()
+        out = sum_partials(list(inbox[owner]), torch.empty(rows, cols))
+        exact = torch.stack([a[r][owner].double() @ b[r].double() for r in range(ranks)]).sum(0)
+        magnitude = torch.stack([a[r][owner].double().abs() @ b[r].double().abs() for r in range(ranks)]).sum(0)
+        assert_close_to_exact(out, exact, magnitude, ranks * (depth + 1))
+
+
+def test_places_of_different_strides_are_refused() -> None:
+    order = scatter_order(build(Kind.REDUCE_SCATTER, "direct", 2, 1), 0)
+    with pytest.raises(KernelError, match="places: expected one shape, dtype and strides"):
+        scatter_tables(
+            order, [torch.zeros(4, 6), torch.zeros(6, 4).t()], [None, None], {1: (torch.zeros(4, 6), int32(0))}
+        )
