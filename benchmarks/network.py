@@ -122,6 +122,10 @@ class Network:
                 # A queue for all that the ranks may have under way: what is dropped here comes a retransmission later.
                 _limit(switch, "trunk", shaping.between_nodes, queue_ms=2000)
 
+    def disconnect(self, rank: int) -> None:
+        """Take down a rank's interface, as if its cable were drawn: what is on its way is lost, nobody is told."""
+        _sh(f"ip -n {self.names[rank]} link set {INTERFACE} down")
+
     def _create(self) -> None:
         for switch in self.switches:
             _sh(f"ip netns add {switch}")

@@ -47,7 +47,7 @@ class _InFlight(NamedTuple):
     transfer: Transfer
     label: str
     group_name: str
-    buffer: weakref.ref[Tensor]  # drops this from the table, and so the transfer, before the memory is freed
+    buffer: weakref.ref[Tensor]  # takes this out of the table
 
 
 # Address of the receive buffer's storage -> its transfer. Threads add and take items of their own: a dict needs no lock.

@@ -50,19 +50,28 @@ class Transport(Protocol):
 class _C10dTransfer:
     """Works of c10d: of the receive, and of the send or, where a thread posts it, its posting.
 
-    A receive must be forgotten before its buffer is: this object alone holds it, and goes first (runtime/ops.py).
+    It keeps the memory of both alive until the works are done, whatever the caller does. What is dropped before (its step has
+    failed) is handed to the run: a message may still arrive, and must find its place, or gloo gives up the connection.
     """
 
-    def __init__(self, works: list[dist.Work], sending: _Posting | Tensor | None) -> None:
+    def __init__(self, run: _Run, works: list[dist.Work], received: Tensor | None, sending: _Posting | Tensor | None):
+        self._run = run
         self._works = works
-        self._sending = sending  # keeps what is sent alive until the work is done, whatever the caller does
+        self._memory = received.untyped_storage() if received is not None else None
+        self._sending = sending
 
     def wait(self) -> None:
         if isinstance(self._sending, _Posting):
             self._works.append(self._sending.work())
-        for work in self._works:
-            work.wait()
-        self._sending = None
+            self._sending = self._sending.tensor
+        while self._works:
+            self._works[0].wait()
+            del self._works[0]
+        self._sending = self._memory = None
+
+    def __del__(self) -> None:
+        if self._sending is not None or self._memory is not None:
+            self._run.abandoned.append((self._run.number, self._works, self._memory, self._sending))
 
 
 class _Sender:
@@ -88,7 +97,8 @@ class _Posting:
     """A send that the thread posts."""
 
     def __init__(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> None:
-        self._group, self._tensor, self._peer, self._tag = group, tensor, peer, tag
+        self.tensor = tensor
+        self._group, self._peer, self._tag = group, peer, tag
         self._work: dist.Work | None = None
         self._failure: BaseException | None = None
         self._posted = threading.Lock()
@@ -96,7 +106,7 @@ class _Posting:
 
     def run(self) -> None:
         try:
-            self._work = self._group.send([self._tensor], self._peer, self._tag)
+            self._work = self._group.send([self.tensor], self._peer, self._tag)
         except BaseException as failure:
             self._failure = failure
         finally:
@@ -127,11 +137,14 @@ class _Run:
     def __init__(self) -> None:
         self.number = 0
         self.thread = 0
+        self.abandoned: list[tuple[Any, ...]] = []  # transfers that nobody awaited, by the number of their run
         self._sent: dict[int, int] = {}
         self._received: dict[int, int] = {}
 
     def begin(self) -> None:
         self.number += 1
+        if self.abandoned:  # messages keep their order: what has not come before the last run's will not come
+            self.abandoned = [item for item in self.abandoned if item[0] > self.number - 3]
         self.thread = threading.get_ident()
         self._sent.clear()
         self._received.clear()
@@ -182,13 +195,13 @@ class C10dTransport:
             # Straight to the process group, in half the time of the functions that check and batch.
             received = [group.recv([recv[0]], recv[1], run.receive_tag(recv[1]))] if recv is not None else []
             if send is None:
-                return _C10dTransfer(received, None)
+                return _C10dTransfer(run, received, recv and recv[0], None)
             posting = _Posting(group, *send, run.send_tag(send[1]))
             self._sender.post(posting)
-            return _C10dTransfer(received, posting)
+            return _C10dTransfer(run, received, recv and recv[0], posting)
         # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
         ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, (tensor, peer) in _directions(send, recv)]
-        return _C10dTransfer(dist.batch_isend_irecv(ops), send and send[0])
+        return _C10dTransfer(run, dist.batch_isend_irecv(ops), recv and recv[0], send and send[0])
 
 
 _NOTHING = (torch.empty(0), -1)

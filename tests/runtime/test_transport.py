@@ -162,6 +162,29 @@ def test_a_tensor_sent_by_the_thread_lives_until_the_transfer_is_awaited(group: 
     assert watch() is None
 
 
+def test_a_transfer_that_nobody_awaits_keeps_its_memory_until_its_message_cannot_come_any_more(
+    group: FakeGroup,
+) -> None:
+    """What arrives late must not be written into a tensor that has the memory now."""
+    c10d = C10dTransport()
+    c10d.begin(["0"])
+    gone: list[str] = []
+    received, sent = torch.empty(2), torch.ones(2)
+    weakref.finalize(received.untyped_storage(), gone.append, "received")
+    weakref.finalize(sent, gone.append, "sent")
+    c10d.post("0", (sent, 1), (received, 1))
+    c10d.post("0", (torch.ones(2), 1), (torch.ones(2), 1)).wait()
+    del sent, received
+    c10d.begin(["0"])  # the step that failed is over; the next one
+    gc.collect()
+    assert gone == []
+    for _ in range(3):
+        c10d.begin(["0"])
+    gc.collect()
+    assert sorted(gone) == ["received", "sent"]
+    assert c10d._runs["0"].abandoned == []
+
+
 def test_c10d_is_the_transport_unless_a_thread_says_otherwise() -> None:
     assert isinstance(current_transport(), C10dTransport)
 
