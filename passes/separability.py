@@ -196,9 +196,11 @@ def reshaped_cut(node: Node, source: tuple[int, ...], target: tuple[int, ...], c
     In flat order a cut repeats a pattern: n blocks of `block` elements, one for each slice. It is a cut of target dim d
     iff a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
     """
+    item = prod(target)
+    if not item:
+        raise NotSeparable(f"{node.name} of shape {list(target)} is empty")
     block = slice_size(source, cut, n) * prod(source[cut.dim + 1 :])
     pattern = n * block
-    item = prod(target)
     for dim, size in enumerate(target):
         span, item = item, item // size
         if block % item == 0 and span % pattern == 0:

@@ -77,6 +77,17 @@ def test_an_empty_dim_is_not_cut() -> None:
         slice_size((0, 7), Cut(0), 2)
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_a_reshape_of_an_empty_tensor_is_refused(empty: int) -> None:
+    sizes = [0 if dim == empty else 4 for dim in range(3)]
+    node = node_of(lambda x: x.reshape(6, 5) + 0, aten.add.Tensor, (2, 3, 5))
+    target = (sizes[0] * sizes[1], sizes[2])
+    for source, reshaped in ((tuple(sizes), target), (target, tuple(sizes))):
+        for dim in range(len(source)):
+            with pytest.raises(NotSeparable):
+                reshaped_cut(node, source, reshaped, Cut(dim), 2)
+
+
 def test_a_matmul_cut_along_rows_takes_its_weight_whole() -> None:
     mm = node_of(lambda a, b: a @ b, aten.mm.default, (4, 6), (6, 5))
     a, _ = mm.args
