@@ -212,6 +212,20 @@ profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore
 """Whether a profiler records this thread, and the backward that it starts (torch.autograd, 2.11 to 2.14)."""
 
 
+def symbolic_expression(size: torch.SymInt) -> Any:
+    """The sympy expression of a symbolic size (torch.SymInt.node.expr, 2.11 to 2.14)."""
+    return size.node.expr
+
+
+def size_hint(size: torch.SymInt) -> int | None:
+    """The value of a symbolic size in the example that is compiled, without a guard; None if it depends on data.
+
+    Lives in ShapeEnv.backed_var_to_val (torch.fx.experimental.symbolic_shapes, 2.11 to 2.14).
+    """
+    known = size.node.expr.xreplace(size.node.shape_env.backed_var_to_val)
+    return int(known) if known.is_number else None
+
+
 def tree_leaves(value: Any) -> list[Any]:
     """The leaves of nested containers (torch.utils._pytree, 2.11 to 2.14)."""
     from torch.utils import _pytree

@@ -21,7 +21,21 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .separability import Axes, AxesRule, Cut, Label, NotSeparable, Split, argument, shape_of, slice_size, tensor_of
+from .separability import (
+    Axes,
+    AxesRule,
+    Cut,
+    Label,
+    NotSeparable,
+    Shape,
+    Split,
+    argument,
+    example_shape,
+    shape_of,
+    slice_size,
+    tensor_of,
+)
+from .sizes import Size, as_size, at_least, quotient
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -62,10 +76,10 @@ def _optional(node: Node, *names: str) -> Node | None:
     return value if isinstance(value, Node) else None
 
 
-def _sizes(node: Node) -> tuple[int, int, int, int, int, int]:
+def _sizes(node: Node, shape: Callable[[Node], Shape] = shape_of) -> Shape:
     """B, H, L, S, E, F"""
-    batch, heads, rows, size = shape_of(argument(node, "query"))
-    value = shape_of(argument(node, "value"))
+    batch, heads, rows, size = shape(argument(node, "query"))
+    value = shape(argument(node, "value"))
     return batch, heads, rows, value[-2], size, value[-1]
 
 
@@ -74,7 +88,7 @@ def _operands(node: Node) -> list[tuple[Node, tuple[Label, ...]]]:
     if argument(node, "dropout_p"):
         raise NotSeparable(f"{node.name} drops at random: slices would draw other numbers than the whole")
     key, value = argument(node, "key"), argument(node, "value")
-    few: Label = "h" if shape_of(key)[1] > 1 or heads == 1 else None  # one head of keys serves all slices
+    few: Label = "h" if shape_of(key)[1] != 1 or heads == 1 else None  # one head of keys serves all slices
     operands: list[tuple[Node, tuple[Label, ...]]] = [
         (argument(node, "query"), ("b", "h", "q", "e")),
         (key, ("b", few, "s", "e")),
@@ -86,7 +100,11 @@ def _operands(node: Node) -> list[tuple[Node, tuple[Label, ...]]]:
         shape = shape_of(mask)
         full = (batch, heads, rows, keys)
         offset = 4 - len(shape)
-        labels = tuple(wanted[offset + d] if size == full[offset + d] > 1 else None for d, size in enumerate(shape))
+        if any(size not in (1, full[offset + d]) for d, size in enumerate(shape)):
+            raise NotSeparable(
+                f"the sizes {list(shape)} of the mask of {node.name} are not known to be 1 or {list(full)}"
+            )
+        labels = tuple(None if size == 1 else wanted[offset + d] for d, size in enumerate(shape))
         operands.append((mask, labels))
     return operands
 
@@ -141,13 +159,16 @@ def _checked(node: Node, split: Split, n: int) -> Split:
             raise NotSeparable(
                 f"{node.name} is causal, and {node.target} cannot be told where a slice of its rows stands"
             )
-        if cut.outer > 1:
+        if cut.outer != 1:
             raise NotSeparable(f"{node.name} is causal, and a slice of its rows is not contiguous")
-        if node.target is FLASH and keys < rows:
-            raise NotSeparable(f"{node.name} is causal with more rows than keys: the first rows see no key")
+        static = isinstance(rows, int) and isinstance(keys, int)
+        if (node.target is FLASH or not static) and not at_least(keys, rows):
+            raise NotSeparable(
+                f"{node.name} is causal, with {rows} rows and {keys} keys: with more rows than keys some see no key"
+            )
     if node.target is EFFICIENT and argument(node, "compute_log_sumexp"):
         size = slice_size((rows,), Cut(0, cut.outer), n)
-        if cut.outer > 1 or size % EFFICIENT_ROWS:
+        if cut.outer != 1 or quotient(size, EFFICIENT_ROWS) is None:
             raise NotSeparable(
                 f"{node.name} pads its logsumexp to a multiple of {EFFICIENT_ROWS} rows, and a slice has {size}"
             )
@@ -158,7 +179,7 @@ Emit = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Node]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _first_keys(count: int, args: tuple[Any, ...], emit: Emit) -> tuple[Node, Node]:
+def _first_keys(count: Size, args: tuple[Any, ...], emit: Emit) -> tuple[Node, Node]:
     """The first `count` keys and values."""
 
     def first(name: str, node: Node) -> Node:
@@ -167,17 +188,18 @@ def _first_keys(count: int, args: tuple[Any, ...], emit: Emit) -> tuple[Node, No
     return first("keys", args[1]), first("values", args[2])
 
 
-def _causal_flash(node: Node, high: int, args: tuple[Any, ...], kwargs: dict[str, Any], emit: Emit) -> Call:
+def _causal_flash(node: Node, high: Size, args: tuple[Any, ...], kwargs: dict[str, Any], emit: Emit) -> Call:
     _, _, rows, keys, _, _ = _sizes(node)
-    return (args[0], *_first_keys(high + keys - rows, args, emit), *args[3:]), kwargs
+    return (args[0], *_first_keys(as_size(high + keys - rows), args, emit), *args[3:]), kwargs
 
 
-def _causal_flash_cpu(node: Node, high: int, args: tuple[Any, ...], kwargs: dict[str, Any], emit: Emit) -> Call:
-    rows, seen = shape_of(args[0])[ROWS], min(high, _sizes(node)[3])
+def _causal_flash_cpu(node: Node, high: Size, args: tuple[Any, ...], kwargs: dict[str, Any], emit: Emit) -> Call:
+    rows, keys = shape_of(args[0])[ROWS], _sizes(node)[3]
+    seen = high if at_least(keys, high) else keys
     query = tensor_of(node)
     integers = {"dtype": torch.int64, "device": query.device, "requires_grad": False}
     number = {"dtype": query.dtype, "device": query.device}
-    row = emit("rows", prims.iota.default, (rows,), {"start": high - rows, "step": 1, **integers})
+    row = emit("rows", prims.iota.default, (rows,), {"start": as_size(high - rows), "step": 1, **integers})
     row = emit("rows", aten.unsqueeze.default, (row, 1), {})
     column = emit("columns", prims.iota.default, (seen,), {"start": 0, "step": 1, **integers})
     hidden = emit("hidden", aten.gt.Tensor, (column, row), {})
@@ -187,7 +209,7 @@ def _causal_flash_cpu(node: Node, high: int, args: tuple[Any, ...], kwargs: dict
     return (args[0], *_first_keys(seen, args, emit), args[3], False), {**kwargs, "attn_mask": mask}
 
 
-SLICED_CALLS: dict[Any, Callable[[Node, int, tuple[Any, ...], dict[str, Any], Emit], Call]] = {
+SLICED_CALLS: dict[Any, Callable[[Node, Size, tuple[Any, ...], dict[str, Any], Emit], Call]] = {
     FLASH: _causal_flash,
     FLASH_CPU: _causal_flash_cpu,
 }
@@ -199,8 +221,8 @@ def sliced_call(
     """The arguments for slice `slice_` of `n`, given those that are cut already; `emit` adds a node in front of it."""
     if node.target not in SLICED_CALLS or cut is None or cut.dim != ROWS or not argument(node, "is_causal"):
         return args, kwargs
-    size = shape_of(node)[ROWS] // n
-    return SLICED_CALLS[node.target](node, (slice_ + 1) * size, args, kwargs, emit)
+    size = slice_size(shape_of(node), cut, n)
+    return SLICED_CALLS[node.target](node, as_size((slice_ + 1) * size), args, kwargs, emit)
 
 
 def product_sizes(node: Node) -> tuple[int, int, int, int]:
@@ -208,6 +230,6 @@ def product_sizes(node: Node) -> tuple[int, int, int, int]:
 
     A causal attention has half of them; its slices are not equal, and this is their mean.
     """
-    batch, heads, rows, keys, size, value_size = _sizes(node)
+    batch, heads, rows, keys, size, value_size = map(int, _sizes(node, example_shape))
     width = 3 * size + 2 * value_size if node.target in BACKWARDS else size + value_size
     return batch * heads, rows, width, max(1, keys // 2) if argument(node, "is_causal") else keys

@@ -24,8 +24,9 @@ from ..schedule.presets import default_machine, find_machine
 from .attention import ROWS, product_sizes
 from .regions import Region, plan_region
 from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
-from .separability import shape_of, tensor_of
+from .separability import NotSeparable, example_shape, shape_of, tensor_of
 from .sites import Site
+from .sizes import SizeNodes, UnknownSize, quotient
 
 DEEPEST = 4  # matmuls that a region may have one behind the other: out of attention's two, and beyond
 
@@ -101,10 +102,11 @@ def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node])
         return plan_region(site, slices_per_rank, depth, reserved)
 
     region = plan(options.slices_per_rank or 1)
+    _check_sizes(region)
     cut = region.site  # with the dim that it is cut along
-    shard = shape_of(cut.value)[cut.dim] // cut.ranks
+    size = shape_of(cut.value)[cut.dim]
     wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
-    numbers = tuple(m for m in wanted if shard % m == 0)
+    numbers = tuple(m for m in wanted if quotient(size, m * site.ranks) is not None)
     try:
         choice = _predict(region, options, numbers)
         if choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
@@ -114,9 +116,22 @@ def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node])
     except MachineError as error:
         schedule = None if options.rewrite == "auto" else build(cut.kind, families(cut, options)[0], cut.ranks)
         return Decision(plan(1), schedule, f"no prediction: {error}")
+    reason = choice.reason
+    example = example_shape(cut.value)
+    if example != shape_of(cut.value):
+        reason += f"; chosen for the sizes {list(example)} of the first call, and used for all sizes"
     if options.rewrite == "auto":
-        return Decision(region, choice.schedule if choice.rewrite else None, choice.reason, choice)
-    return Decision(region, choice.schedule, f"rewrite='always'; auto: {choice.reason}", choice)
+        return Decision(region, choice.schedule if choice.rewrite else None, reason, choice)
+    return Decision(region, choice.schedule, f"rewrite='always'; auto: {reason}", choice)
+
+
+def _check_sizes(region: Region) -> None:
+    """Raises NotSeparable where a size that the rewrite needs does not follow from the inputs of the graph."""
+    sizes = {size for node in region.sliced_tensors() for size in shape_of(node)}
+    try:
+        SizeNodes(region.site.collective.graph).check(sizes)
+    except UnknownSize as error:
+        raise NotSeparable(str(error)) from error
 
 
 def families(site: Site, options: Options) -> tuple[str, ...]:
@@ -138,7 +153,7 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         machine,
         site.ranks,
         tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls),
-        prod(shape_of(site.value)) * value.element_size() // site.ranks,
+        prod(example_shape(site.value)) * value.element_size() // site.ranks,
         None if options.schedule == "auto" and len(families(site, options)) > 1 else families(site, options),
         slices_per_rank,
         options.margin,
@@ -189,8 +204,8 @@ def product_of(region: Region, node: Node) -> Product:
         assert cut is not None
         return Product(*product_sizes(node), cut="m" if cut.dim == ROWS else "batch")
     a = first_factor(node)
-    shape = shape_of(node)
-    sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": shape_of(a)[-1], "n": shape[-1]}
+    shape = example_shape(node)
+    sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": example_shape(a)[-1], "n": shape[-1]}
     batch = prod(shape[:-2])
     if cut is None:
         return Product(batch, **sizes, cut="k")

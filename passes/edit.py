@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .rules import aten
 from .separability import shape_of
+from .sizes import SizeNodes, as_size, quotient
 
 c10d = torch.ops._c10d_functional
 
@@ -42,8 +43,7 @@ class Edit:
     ) -> tuple[Node, Node]:
         """This rank's block of the sum of `value` along `dim`: the collective, called `name`, and its wait."""
         if dim != 0:
-            blocks = self.call(aten.split.Tensor, value, shape_of(value)[dim] // ranks, dim)
-            value = self.call(aten.cat.default, [self.call(operator.getitem, blocks, rank) for rank in range(ranks)])
+            value = self.call(aten.cat.default, self._blocks(value, dim, ranks))
         scatter = self.call(c10d.reduce_scatter_tensor.default, value, reduce_op, ranks, group_name, name=name)
         return scatter, self.call(c10d.wait_tensor.default, scatter)
 
@@ -52,10 +52,19 @@ class Edit:
         gather = self.call(c10d.all_gather_into_tensor.default, shard, ranks, group_name, name=name)
         whole = self.call(c10d.wait_tensor.default, gather)
         if dim != 0:
-            blocks = self.call(aten.split.Tensor, whole, shape_of(shard)[0])
-            parts = [self.call(operator.getitem, blocks, rank) for rank in range(ranks)]
-            whole = self.call(aten.cat.default, parts, dim)
+            whole = self.call(aten.cat.default, self._blocks(whole, 0, ranks), dim)
         return gather, whole
+
+    def _blocks(self, whole: Node, dim: int, ranks: int) -> list[Node]:
+        """The equal blocks of a tensor along `dim`; its size there divides by `ranks`."""
+        size = quotient(shape_of(whole)[dim], ranks)
+        assert size is not None
+        if isinstance(size, int):
+            blocks = self.call(aten.split.Tensor, whole, size, dim)
+            return [self.call(operator.getitem, blocks, rank) for rank in range(ranks)]
+        # A split would guard on the number of blocks.
+        bounds = [SizeNodes(self.graph)[as_size(rank * size)] for rank in range(ranks + 1)]
+        return [self.call(aten.slice.Tensor, whole, dim, *bounds[rank : rank + 2]) for rank in range(ranks)]
 
     def replace(self, old: Node, new: Node) -> None:
         """Let all that reads `old` read `new`, which nothing reads yet."""

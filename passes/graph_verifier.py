@@ -10,6 +10,7 @@ from torch.fx import Graph, Node
 from ..errors import RewriteError
 from ..runtime import ops
 from .separability import strides_that_matter
+from .sizes import as_size
 
 
 def signature(graph: Graph) -> list[object]:
@@ -19,7 +20,9 @@ def signature(graph: Graph) -> list[object]:
     for value in output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args:
         tensor = value.meta.get("val") if isinstance(value, Node) else None
         found.append(
-            (tensor.shape, tensor.dtype, strides_that_matter(tensor)) if isinstance(tensor, torch.Tensor) else None
+            (tuple(map(as_size, tensor.shape)), tensor.dtype, strides_that_matter(tensor))
+            if isinstance(tensor, torch.Tensor)
+            else None
         )
     return found
 

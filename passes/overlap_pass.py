@@ -38,6 +38,7 @@ from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
 from .single_collectives import SingleCollectives
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
+from .sizes import drop_unused_sizes, sizes_from_inputs
 from .slice_matmuls import use_slice_matmuls
 from .split_all_reduce import split_all_reduce, wanted_matmuls
 from .streams import assign_streams, has_streams, plan_of
@@ -105,6 +106,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     which = graph_kind(graph)
     outputs_before, digest = signature(graph), _graph_digest(graph)
     dump = GraphDump.open(options.dump_dir, which, _global_rank(), graph)
+    sizes_from_inputs(graph)
     singles = SingleCollectives(graph, enabled=options.rewrite != "never")
     collectives = {node.name: node for node in graph.nodes if is_collective(node)}
     rewriter = _Rewriter(graph, which, list(collectives.values()), options, groups)
@@ -113,6 +115,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
             rewriter.handle(node)
     records, gone = singles.finish({name: rewriter.records[name] for name in collectives})
     done = rewriter.done
+    drop_unused_sizes(graph)
     published = GraphRecords(tuple(records), options.agreement, digest)
     _announce(graph, published)
     verify_graph(graph, outputs_before, gone)

@@ -11,7 +11,7 @@ from ..schedule.choose import Region as RegionNumbers
 from ..schedule.simulate import Simulation, simulate
 from .decide import machine_of, product_of
 from .regions import Region
-from .separability import shape_of, tensor_of
+from .separability import example_shape, tensor_of
 
 Prediction = Simulation
 LARGEST = 10_000  # slices of all ranks together: to record the spans of more takes seconds
@@ -28,7 +28,7 @@ def predict(region: Region, schedule: Schedule, options: Options) -> Prediction 
         return None
     machine = machine_of(options, value.device.type)
     products = [(product_of(region, node), str(tensor_of(node).dtype)) for node in region.matmuls]
-    slice_bytes = float(prod(shape_of(site.value)) * value.element_size() // site.ranks)
+    slice_bytes = float(prod(example_shape(site.value)) * value.element_size() // site.ranks)
     try:
         numbers = RegionNumbers(
             lambda m: sum(product.slice_us(machine, dtype, site.ranks * m) for product, dtype in products), slice_bytes

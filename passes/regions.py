@@ -22,6 +22,7 @@ from ..schedule import Kind
 from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, is_shared_item, rule_of
 from .separability import Cut, NotSeparable, Split, shape_of, slice_size
 from .sites import Site
+from .sizes import quotient
 
 
 @dataclass
@@ -55,6 +56,11 @@ class Region:
     def is_gather(self) -> bool:
         """Whether the region reads what arrives; else what it computes leaves."""
         return self.site.kind.arrives_first
+
+    def sliced_tensors(self) -> set[Node]:
+        """Every tensor of which the rewrite makes slices: those of the region, and inputs from outside."""
+        inputs = {operand for split in self.splits.values() for operand in split.inputs}
+        return {self.site.value, self.site.shard, *self.cuts, *inputs}
 
     def read_outside(self) -> tuple[list[Node], set[Node]]:
         """The sliced tensors that are joined (or summed) for readers outside, and the members that stay for that.
@@ -128,9 +134,9 @@ def _no_matmul(site: Site) -> str:
 def _divisors(site: Site, at_most: int) -> list[int]:
     """The numbers of slices a rank to try: the largest that divides the shard evenly first."""
     size = shape_of(site.value)[site.dim]
-    if size == 0 or size % site.ranks:
+    if size == 0 or quotient(size, site.ranks) is None:
         raise NotSeparable(f"size {size} of dim {site.dim} does not divide by the {site.ranks} ranks of the group")
-    return [m for m in range(at_most, 0, -1) if (size // site.ranks) % m == 0]
+    return [m for m in range(at_most, 0, -1) if quotient(size, site.ranks * m) is not None]
 
 
 def _is_taken(node: Node) -> bool:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.fx import Graph, Node
@@ -20,8 +21,9 @@ from ..runtime import ops
 from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
 from .attention import sliced_call
 from .regions import Region
-from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims
-from .separability import Cut, local_shape, shape_of, strides_that_matter, tensor_of
+from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims, tensor_operands
+from .separability import Cut, dense_order, local_shape, shape_of, slice_size, strides_that_matter, tensor_of
+from .sizes import Size, SizeNodes, as_size, quotient
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class _Writer:
 
     def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, after: Node) -> None:
         self.graph = graph
+        self.sizes = SizeNodes(graph)
         self.region = region
         self.site = region.site
         self.schedule = schedule
@@ -127,7 +130,8 @@ class _Writer:
         """The part `index` of `count` equal parts of a tensor."""
         if count == 1:
             return node
-        size = shape_of(node)[dim] // count
+        size = quotient(shape_of(node)[dim], count)
+        assert size is not None
         bounds = (index * size, (index + 1) * size)
         return self._emit("own", aten.slice.Tensor, (node, dim, *bounds), slice_)
 
@@ -197,9 +201,9 @@ class _Writer:
         key = (source, cut, slice_)
         if key not in self.outside:
             shape, n = shape_of(source), self.region.slices
-            size = shape[cut.dim] // (cut.outer * n)
+            size = slice_size(shape, cut, n)
             where, dim = source, cut.dim
-            if cut.outer > 1:
+            if cut.outer != 1:
                 rows = [*shape[:dim], cut.outer, n * size, *shape[dim + 1 :]]
                 where, dim = (
                     self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_),
@@ -211,7 +215,7 @@ class _Writer:
                 (where, dim, slice_ * size, (slice_ + 1) * size),
                 slice_,
             )
-            if cut.outer > 1:
+            if cut.outer != 1:
                 flat = local_shape(shape, cut, n)
                 piece = self._emit(f"{source.name}_slice", aten.reshape.default, (piece, flat), slice_)
             self.outside[key] = piece
@@ -251,7 +255,7 @@ class _Writer:
                 return node
         shape = local_shape(shape_of(self.site.value), Cut(self.site.dim), self.region.slices)
         members = {*self.region.members}
-        source = next(o for node in self.region.members for o in node.all_input_nodes if o not in members)
+        source = next(o for node in self.region.members for o in tensor_operands(node) if o not in members)
         kwargs = {"dtype": value.dtype, "device": value.device}
         return self._emit("like", aten.new_empty.default, (source, shape), slice_, kwargs=kwargs)
 
@@ -318,9 +322,9 @@ class _Writer:
         cut, n = self.region.cuts[node], self.region.slices
         pieces = [self.pieces[node][slice_] for slice_ in range(n)]
         joined = self._emit(f"join_{node.name}", aten.cat.default, (pieces, cut.dim), None)
-        if cut.outer > 1:
+        if cut.outer != 1:
             shape, dim = shape_of(node), cut.dim
-            size = shape[dim] // (cut.outer * n)
+            size = slice_size(shape, cut, n)
             rows = [*shape[:dim], n, cut.outer, size, *shape[dim + 1 :]]
             order = list(range(len(rows)))
             order[dim], order[dim + 1] = dim + 1, dim
@@ -345,8 +349,8 @@ class _Writer:
         wanted, got = tensor_of(original), tensor_of(result)
         if strides_that_matter(wanted) == strides_that_matter(got):
             return result
-        order = sorted(range(wanted.dim()), key=lambda dim: (-wanted.stride()[dim], dim))
-        if wanted.permute(order).is_contiguous():
+        order = dense_order(wanted)
+        if order is not None:
             name = f"strides_{original.name}"
             back = [order.index(dim) for dim in range(len(order))]
             result = self._emit(name, aten.permute.default, (result, order), None)
@@ -369,13 +373,14 @@ class _Writer:
         source: Node | None = None,
         pinned: bool = False,
     ) -> Node:
+        args = _nested(args, self.sizes.__getitem__)
+        kwargs = {key: _nested(value, self.sizes.__getitem__) for key, value in (kwargs or {}).items()}
         if target is aten.reshape.default:
             same = _undone_reshape(args)
             if same is not None:
                 return same
         step = self.step if step is None else step
         infix = "" if slice_ is None else f"_s{step}"
-        kwargs = kwargs or {}
         with self.graph.inserting_before(self.after):
             node = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.tag}{infix}_{name}")
         if source is not None:
@@ -394,9 +399,17 @@ def _value(node: Node) -> Any:
     return node.meta["val"]
 
 
+def _nested(value: Any, node_of: Callable[[Size], int | Node]) -> Any:
+    """Arguments of a node, with nodes in place of symbolic sizes."""
+    if isinstance(value, (tuple, list)):
+        items = [_nested(item, node_of) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return node_of(value) if isinstance(value, sympy.Expr) else value
+
+
 def _undone_reshape(args: tuple[Any, ...]) -> Node | None:
     """The node that already has this shape, where a reshape changes nothing or undoes another one."""
-    source, shape = args[0], tuple(args[1])
+    source, shape = args[0], tuple(map(as_size, args[1]))
     while isinstance(source, Node):
         if shape_of(source) == shape:
             return source

@@ -16,7 +16,8 @@ import torch
 from torch.fx import Node
 
 from . import attention
-from .separability import Axes, AxesRule, Cut, Label, NotSeparable, ReshapeRule, Rule, Split, argument, shape_of
+from .separability import Axes, AxesRule, Cut, Label, NotSeparable, ReshapeRule, Rule, Shape, Split, argument, shape_of
+from .sizes import Size, quotient
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -29,12 +30,16 @@ def tensor_operands(node: Node) -> list[Node]:
     return [o for o in operands if isinstance(o.meta.get("val"), (torch.Tensor, tuple, list))]
 
 
-def _broadcast(shape: tuple[int, ...], labels: tuple[Label, ...], sizes: tuple[int, ...]) -> tuple[Label, ...]:
+def _broadcast(shape: Shape, labels: tuple[Label, ...], sizes: Shape) -> tuple[Label, ...]:
     """Labels of an operand of `shape` that broadcasts to `sizes`, whose dims are `labels`: aligned from the right."""
-    offset = len(labels) - len(shape)
-    return tuple(
-        labels[offset + dim] if size == sizes[offset + dim] and size != 1 else None for dim, size in enumerate(shape)
-    )
+    found: list[Label] = []
+    for size, label, wanted in zip(
+        shape, labels[len(labels) - len(shape) :], sizes[len(sizes) - len(shape) :], strict=True
+    ):
+        if size not in (1, wanted):
+            raise NotSeparable(f"sizes {size} and {wanted} are not known to be equal, nor the first to be 1")
+        found.append(None if size == 1 else label)
+    return tuple(found)
 
 
 def _identity_labels(node: Node) -> tuple[Label, ...]:
@@ -65,11 +70,12 @@ def einsum(spec: str) -> Callable[[Node], Axes]:
     def axes(node: Node) -> Axes:
         letters = inputs.split(",")
         operands = tensor_operands(node)
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Size] = {}
         for operand, labels in zip(operands, letters, strict=False):
             shape = shape_of(operand)
             for letter, size in zip(labels[len(labels) - len(shape) :], shape, strict=True):
-                sizes[letter] = max(size, sizes.get(letter, 1))
+                if sizes.get(letter, 1) == 1:
+                    sizes[letter] = size
         return Axes(
             tuple(
                 (
@@ -108,7 +114,7 @@ class ScaledProductRule(AxesRule):
     @staticmethod
     def _checked(node: Node, split: Split, n: int) -> Split:
         cut, columns = split.output, shape_of(node)[1]
-        if cut is not None and cut.dim == 1 and (cut.outer > 1 or columns % (n * SCALED_COLUMNS)):
+        if cut is not None and cut.dim == 1 and (cut.outer != 1 or quotient(columns, n * SCALED_COLUMNS) is None):
             raise NotSeparable(
                 f"{node.name} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
                 f"{columns} columns do not divide into {n} such slices"

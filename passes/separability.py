@@ -9,13 +9,16 @@ output does not have, and the output is a sum over the slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.fx import Node
+
+from .sizes import Size, UnknownSize, as_size, hint, product, quotient
+
+Shape: TypeAlias = tuple[Size, ...]
 
 
 class NotSeparable(Exception):
@@ -31,7 +34,7 @@ class Cut:
     """
 
     dim: int
-    outer: int = 1
+    outer: Size = 1
 
 
 @dataclass(frozen=True)
@@ -76,38 +79,62 @@ def tensor_of(node: Node) -> torch.Tensor:
     return value
 
 
-def shape_of(node: Node) -> tuple[int, ...]:
-    """The sizes of a node's tensor. Raises NotSeparable where one is symbolic, without adding a guard."""
-    sizes = tensor_of(node).shape
-    for size in sizes:
-        if not isinstance(size, int):
-            raise NotSeparable(
-                f"{node.name} has the symbolic size {size}: compile with dynamic=False, or mark the dim static"
-            )
-    return tuple(sizes)
+def shape_of(node: Node) -> Shape:
+    """The sizes of a node's tensor; symbolic ones as expressions, which add no guard when they are compared."""
+    return tuple(map(as_size, tensor_of(node).shape))
 
 
-def strides_that_matter(tensor: torch.Tensor) -> tuple[int | torch.SymInt | None, ...]:
+def strides_that_matter(tensor: torch.Tensor) -> tuple[Size | None, ...]:
     """Strides, without those of dims of size 1 and of empty tensors: nothing depends on them."""
-    empty = any(isinstance(size, int) and size == 0 for size in tensor.shape)
+    sizes = tuple(map(as_size, tensor.shape))
     return tuple(
-        None if empty or (isinstance(size, int) and size == 1) else stride
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        None if 0 in sizes or size == 1 else as_size(stride)
+        for size, stride in zip(sizes, tensor.stride(), strict=True)
     )
 
 
-def slice_size(shape: tuple[int, ...], cut: Cut, n: int) -> int:
+def example_shape(node: Node) -> tuple[int, ...]:
+    """The sizes that a graph was compiled with, for predictions. Raises NotSeparable where they depend on data."""
+    try:
+        return tuple(map(hint, tensor_of(node).shape))
+    except UnknownSize as error:
+        raise NotSeparable(f"{node.name}: {error}") from error
+
+
+def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> bool:
+    """Whether a tensor is contiguous, or would be with its dims in `order`; no guard is added."""
+    order = range(tensor.dim()) if order is None else order
+    strides, sizes = strides_that_matter(tensor), tuple(map(as_size, tensor.shape))
+    return all(
+        strides[dim] in (None, product(sizes[inner] for inner in order[place + 1 :])) for place, dim in enumerate(order)
+    )
+
+
+def dense_order(tensor: torch.Tensor) -> list[int] | None:
+    """The dims of a permuted contiguous tensor from the outermost to the innermost; None for one that is not dense."""
+    try:
+        order = sorted(range(tensor.dim()), key=lambda dim: (-hint(tensor.stride()[dim]), dim))
+    except UnknownSize:
+        order = list(range(tensor.dim()))
+    return order if is_contiguous(tensor, order) else None
+
+
+def slice_size(shape: Shape, cut: Cut, n: int) -> Size:
     """Size of one slice along the cut dim, counting one of the `outer` repetitions. Raises NotSeparable if uneven."""
     size = shape[cut.dim]
-    if size == 0 or size % (cut.outer * n):
-        raise NotSeparable(f"size {size} of dim {cut.dim} does not divide into {n} equal slices")
-    return size // (cut.outer * n)
+    slice_ = quotient(size, product((cut.outer, n)))
+    if size == 0:
+        raise NotSeparable(f"dim {cut.dim} of {list(shape)} is empty: there is nothing to slice")
+    if slice_ is None:
+        does_not = "does not divide" if isinstance(size, int) else "does not divide, for each of its values,"
+        raise NotSeparable(f"size {size} of dim {cut.dim} {does_not} into {n} equal slices")
+    return slice_
 
 
-def local_shape(shape: tuple[int, ...], cut: Cut, n: int) -> list[int]:
+def local_shape(shape: Shape, cut: Cut, n: int) -> list[Size]:
     """The shape of one slice of a tensor of `shape`."""
-    slice_size(shape, cut, n)
-    return [size // n if dim == cut.dim else size for dim, size in enumerate(shape)]
+    size = product((slice_size(shape, cut, n), cut.outer))
+    return [size if dim == cut.dim else other for dim, other in enumerate(shape)]
 
 
 Label = Hashable | None  # None: a dim of size 1 that is broadcast, or one that no operand shares
@@ -126,7 +153,7 @@ class Axes:
     blocked: frozenset[Label] = frozenset()
     sums: bool = False
 
-    def split(self, node: Node, label: Label, outer: int, n: int) -> Split:
+    def split(self, node: Node, label: Label, outer: Size, n: int) -> Split:
         """Cut along one axis."""
         if label is None or label in self.blocked:
             raise NotSeparable(f"{node.name} ({node.target}) needs this dim whole")
@@ -160,7 +187,7 @@ class AxesRule:
 
     def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
         axes = self.axes(node)
-        wanted: set[tuple[Label, int]] = set()
+        wanted: set[tuple[Label, Size]] = set()
         for operand, labels in axes.operands:
             if operand in cuts:
                 wanted.add((labels[cuts[operand].dim], cuts[operand].outer))
@@ -190,21 +217,20 @@ class ReshapeRule:
         return Split({source: reshaped_cut(node, shape_of(node), shape_of(source), cut, n)}, cut)
 
 
-def reshaped_cut(node: Node, source: tuple[int, ...], target: tuple[int, ...], cut: Cut, n: int) -> Cut:
+def reshaped_cut(node: Node, source: Shape, target: Shape, cut: Cut, n: int) -> Cut:
     """Where a cut of shape `source` lies in shape `target` with the same elements in the same order.
 
     In flat order a cut repeats a pattern: n blocks of `block` elements, one for each slice. It is a cut of target dim d
     iff a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
     """
-    item = prod(target)
-    if not item:
+    if 0 in target:
         raise NotSeparable(f"{node.name} of shape {list(target)} is empty")
-    block = slice_size(source, cut, n) * prod(source[cut.dim + 1 :])
-    pattern = n * block
-    for dim, size in enumerate(target):
-        span, item = item, item // size
-        if block % item == 0 and span % pattern == 0:
-            return Cut(dim, span // pattern)
+    block = product((slice_size(source, cut, n), *source[cut.dim + 1 :]))
+    pattern = product((n, block))
+    for dim in range(len(target)):
+        outer = quotient(product(target[dim:]), pattern)
+        if outer is not None and quotient(block, product(target[dim + 1 :])) is not None:
+            return Cut(dim, outer)
     raise NotSeparable(
         f"{node.name} reshapes {list(source)} to {list(target)}, which puts elements of several slices into one item"
     )

@@ -22,6 +22,7 @@ from torch.fx import Node
 from ..schedule import Kind
 from .rules import aten
 from .separability import NotSeparable, shape_of
+from .sizes import SizeNodes, UnknownSize, as_size, quotient
 
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
@@ -116,10 +117,9 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
     assert isinstance(source, Node)
     ends = Site(kind, node, waits[0], group_name, rank, ranks, waits[0], 0, source, ())
     try:
-        shape_of(source)
-        shape_of(ends.wait)
+        SizeNodes(node.graph).check((*shape_of(source), *shape_of(ends.wait)))
         return _BY_KIND[kind](ends)
-    except NotSeparable as reason:
+    except (NotSeparable, UnknownSize) as reason:
         return LeftAlone(node, str(reason), ranks)
 
 
@@ -150,7 +150,7 @@ def _reduce_scatter(ends: Site) -> Site:
 
 def _all_reduce(ends: Site) -> Site:
     value, ranks = ends.shard, ends.ranks
-    dims = [dim for dim, size in enumerate(shape_of(value)) if size and size % ranks == 0]
+    dims = [dim for dim, size in enumerate(shape_of(value)) if size != 0 and quotient(size, ranks) is not None]
     if not dims:
         raise NotSeparable(f"no dim of {list(shape_of(value))} divides by the {ranks} ranks")
     along = [replace(ends, value=value, dim=dim, shard=ends.wait, averages=_averages(ends)) for dim in dims]
@@ -173,11 +173,11 @@ def _all_to_all(ends: Site) -> Site:
             dim % len(shape_of(source)) for dim in ends.collective.args[1:3] if isinstance(dim, int)
         )
     else:
-        even = [shape_of(source)[0] // ends.ranks] * ends.ranks
-        if list(ends.collective.args[1]) != even or list(ends.collective.args[2]) != even:  # type: ignore[arg-type]
+        even = [quotient(shape_of(source)[0], ends.ranks)] * ends.ranks
+        if any(list(map(as_size, splits)) != even for splits in ends.collective.args[1:3]):  # type: ignore[arg-type]
             raise NotSeparable("its splits are not equal, known numbers: slices have one size")
     for node, dim in ((source, shard_dim), (result, gather_dim)):
-        if shape_of(node)[dim] % ends.ranks or shape_of(node)[dim] == 0:
+        if quotient(shape_of(node)[dim], ends.ranks) in (None, 0):
             raise NotSeparable(f"dim {dim} of {list(shape_of(node))} does not divide by the {ends.ranks} ranks")
     leaving = replace(ends, kind=Kind.ALL_TO_ALL_OUT, value=source, dim=shard_dim, shard=result, peer_dim=gather_dim)
     return replace(ends, value=result, dim=gather_dim, peer_dim=shard_dim, alternatives=(leaving,))
@@ -220,8 +220,8 @@ def _cat_dim(cat: Node) -> int:
 
 def _blocks(whole: Node, dim: int, ranks: int) -> list[Node] | None:
     """The nodes that are the `ranks` equal blocks of `whole` along `dim`, in order, if the graph has all of them."""
-    size = shape_of(whole)[dim]
-    if size % ranks:
+    block = quotient(shape_of(whole)[dim], ranks)
+    if block in (None, 0):
         return None
     found: dict[int, Node] = {}
     for user in whole.users:
@@ -230,11 +230,11 @@ def _blocks(whole: Node, dim: int, ranks: int) -> list[Node] | None:
                 if item.target is operator.getitem and _block_source(item) == (whole, dim):
                     found[item.args[1]] = item  # type: ignore[index]
         elif _block_source(user) == (whole, dim):
-            start = user.args[2] if len(user.args) > 2 else 0
-            if isinstance(start, int):
-                found[start // (size // ranks)] = user
+            rank = quotient(as_size(user.args[2] if len(user.args) > 2 else 0), block)
+            if isinstance(rank, int):
+                found[rank] = user
     blocks = [found.get(rank) for rank in range(ranks)]
-    if any(block is None or shape_of(block)[dim] * ranks != size for block in blocks):
+    if any(node is None or shape_of(node)[dim] != block for node in blocks):
         return None
     return blocks  # type: ignore[return-value]
 

@@ -5,7 +5,7 @@
     y = empty();  slice_matmul(y, x0, w, dim 0, start 0);  slice_matmul(y, x1, w, dim 0, start 4)
 
 Inductor does the same to an `mm` under a `cat`, as a call that runs on the caller's stream. The op can be launched on a
-stream of compute instead, and can be a kernel of ours.
+stream of compute instead, and can be a kernel of ours. Matmuls with symbolic sizes stay as they are.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _is_slice(node: Node) -> bool:
         node.target is aten.mm.default
         and isinstance(place, Place)
         and place.slice is not None
+        and all(isinstance(size, int) for tensor in (node, *node.all_input_nodes) for size in shape_of(tensor))
         and tensor_of(node).is_contiguous()
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch.fx import Graph, Node
 
@@ -21,7 +22,7 @@ from ..schedule.choose import Choice, collective_us
 from .decide import Decision, decide, machine_of
 from .edit import Edit
 from .regions import plan_region
-from .separability import NotSeparable, tensor_of
+from .separability import NotSeparable, example_shape, is_contiguous, tensor_of
 from .sites import Groups, Site, site_of
 
 Wanted = Mapping[Node, tuple[Node, float]]  # matmul -> a collective that can hide under it, and what this saves in us
@@ -73,7 +74,7 @@ def _split_along(
     graph: Graph, along: Site, options: Options, groups: Groups, reserved: frozenset[Node], wanted: Wanted
 ) -> Halves | None:
     """The split along one dim, applied to the graph; None, and the graph as it was, where a half cannot be rewritten."""
-    if not tensor_of(along.wait).is_contiguous():
+    if not is_contiguous(tensor_of(along.wait)):
         return None  # what is gathered is, and readers may depend on strides
     edit = Edit(graph, along.wait.next)
     op, ranks, group, name = "avg" if along.averages else "sum", along.ranks, along.group_name, along.collective.name
@@ -114,7 +115,7 @@ def _judge(
         return 0.0, scatter.reason
     value = tensor_of(along.value)
     machine = machine_of(options, value.device.type)
-    block_bytes = value.numel() * value.element_size() / along.ranks
+    block_bytes = prod(example_shape(along.value)) * value.element_size() / along.ranks
     plain_us = _compute_us(scatter.choice) + _compute_us(gather.choice)
     plain_us += collective_us(Kind.ALL_REDUCE, machine, along.ranks, block_bytes)
     saved_us = plain_us - _predicted_us(scatter.choice) - _predicted_us(gather.choice)

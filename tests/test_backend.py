@@ -327,21 +327,18 @@ def test_records_of_a_graph_that_is_left_alone_come_from_the_cache_too() -> None
     assert len(again.records) == 1
 
 
-def test_symbolic_sizes_are_left_alone_with_a_reason() -> None:
-    report, code = compiled(gathered_matmul, ALWAYS, dynamic=True)
-    (record,) = report.records
-    assert not record.rewritten
-    assert "symbolic" in record.reason
-    assert "dynamic=False" in record.reason
-    assert "all_gather_into_tensor" in code
-
-
-def test_a_symbolic_graph_serves_other_sizes_without_a_new_compile() -> None:
-    call = torch.compile(gathered_matmul, backend="flashoverlap", options=ALWAYS, dynamic=True)
+@pytest.mark.parametrize("function", [gathered_matmul, scattered_matmul, reduced_matmul])
+def test_a_symbolic_graph_is_rewritten_once_and_serves_other_sizes(function: Callable[..., Tensor]) -> None:
+    call = torch.compile(function, backend="flashoverlap", options=ALWAYS)
     with fo_compiler.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
-        for rows in (4, 6, 10):
-            assert call(torch.ones(rows, 32), torch.ones(32, 8)).shape == (rows * RANKS, 8)
-    assert len(report.records) == 1
+        for rows in (8, 16, 20):
+            x, w = torch.ones(rows, 32), torch.ones(32, 8)
+            torch._dynamo.mark_dynamic(x, 0)
+            expected = {gathered_matmul: rows * RANKS, scattered_matmul: rows // RANKS, reduced_matmul: rows}
+            assert call(x, w).shape == (expected[function], 8)
+    (record,) = report.records
+    assert record.rewritten or function is scattered_matmul, record
+    assert "of the first call" in record.reason or not record.rewritten
 
 
 @pytest.mark.parametrize("function", [gathered_matmul, scattered_matmul])

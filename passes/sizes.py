@@ -1,0 +1,196 @@
+"""Sizes that may be symbolic, asked and computed without a guard.
+
+A size is an int or a sympy expression of the symbols of torch's shape environment. Two questions are asked: are two sizes
+equal, and does one divide another? The answer is "no" unless it is "yes" for every value of the symbols: nothing here looks at
+the example that a graph was compiled with, so one compile serves all sizes.
+
+A rewritten graph needs sizes as nodes. All are computed from the graph's inputs, at its start (`SizeNodes`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from math import prod
+from typing import Any, TypeAlias, Union
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx import Graph, Node
+
+from ..torch_adapter import size_hint, symbolic_expression
+
+aten = torch.ops.aten
+
+Size: TypeAlias = Union[int, "sympy.Expr"]
+
+
+class UnknownSize(Exception):
+    """A size cannot be computed from the inputs of a graph, or nothing is known of its value; the message says which."""
+
+
+def as_size(value: Any) -> Size:
+    """The size that an int, a SymInt, a node that yields one, or an expression stands for."""
+    if isinstance(value, Node):
+        value = value.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        value = symbolic_expression(value)
+    return _canonical(value) if isinstance(value, sympy.Expr) else value
+
+
+@lru_cache(maxsize=4096)
+def _canonical(size: Size) -> Size:
+    expanded = sympy.expand(size)
+    return int(expanded) if expanded.is_Integer else expanded
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    result = prod(sizes)
+    return result if isinstance(result, int) else _canonical(result)
+
+
+@lru_cache(maxsize=4096)
+def quotient(size: Size, divisor: Size) -> Size | None:
+    """`size / divisor` where that is a whole number for all values of the symbols, else None."""
+    if divisor == 0:
+        return None
+    if isinstance(size, int) and isinstance(divisor, int):
+        return None if size % divisor else size // divisor
+    ratio = _canonical(sympy.cancel(sympy.sympify(size) / divisor))
+    return ratio if isinstance(ratio, int) or ratio.is_integer else None
+
+
+def at_least(size: Size, other: Size) -> bool:
+    """Whether `size >= other` for all values of the symbols."""
+    difference = as_size(size - other)
+    return difference >= 0 if isinstance(difference, int) else bool(difference.is_nonnegative)
+
+
+def hint(value: int | torch.SymInt) -> int:
+    """The size that the graph was compiled with: for predictions only. Raises UnknownSize if it depends on data."""
+    if isinstance(value, int):
+        return value
+    known = size_hint(value)
+    if known is None:
+        raise UnknownSize(f"size {value} depends on data, so the gain of a rewrite cannot be predicted")
+    return known
+
+
+# How the functions that torch puts into sizes are computed by nodes; all else is a polynomial.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+def _terms(size: sympy.Expr) -> tuple[Callable[..., Any], list[Size]]:
+    """How a size is computed: a function of two arguments, and what it joins from left to right."""
+    if size.is_Pow and size.exp.is_Integer and size.exp > 1:
+        return operator.mul, [size.base] * int(size.exp)
+    combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(size.func) or _FUNCTIONS.get(size.func.__name__)
+    if combine is None or any(term.is_Rational and not term.is_Integer for term in size.args):
+        raise UnknownSize(f"there is no rule to compute the size {size} in a graph")
+    return combine, list(size.args)
+
+
+class SizeNodes:
+    """The nodes of a graph that yield its symbolic sizes. Those that are missing are added behind the inputs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._inputs = graph.find_nodes(op="placeholder")
+        self._nodes: dict[Size, Node] = {}
+        self._last = self._inputs[-1] if self._inputs else graph.output_node()
+        for node in self._inputs:
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                self._nodes.setdefault(as_size(node), node)
+        for node in _sizes_behind(self._last):
+            self._nodes.setdefault(as_size(node), node)
+            self._last = node
+
+    def __getitem__(self, size: Size) -> int | Node:
+        """A size as an argument of a node. Raises UnknownSize if it does not follow from the graph's inputs."""
+        size = as_size(size)
+        if isinstance(size, int):
+            return size
+        if size not in self._nodes:
+            self._nodes[size] = self._symbol(size) if size.is_Symbol else self._expression(size)
+        return self._nodes[size]
+
+    def check(self, sizes: Iterable[Size]) -> None:
+        """Raise UnknownSize if some size, or a part of it, could not be computed."""
+        for size in sizes:
+            for part in () if isinstance(size, int) else sympy.preorder_traversal(size):
+                if part.is_Symbol and part not in self._nodes:
+                    self._source(part)
+                elif not part.is_Atom:
+                    _terms(part)
+
+    def _source(self, symbol: sympy.Symbol) -> tuple[Node, int, int]:
+        """An input, a dim if it is a tensor, and how many times the symbol it is."""
+        for node in self._inputs:
+            value = node.meta.get("val")
+            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else (value,)):
+                factor = quotient(as_size(size), symbol) if isinstance(size, torch.SymInt) else None
+                if isinstance(factor, int):
+                    return node, dim, factor
+        raise UnknownSize(f"size {symbol} does not follow from the inputs of the graph")
+
+    def _symbol(self, symbol: sympy.Symbol) -> Node:
+        """An input, a size of an input, or an exact fraction of one of these."""
+        node, dim, factor = self._source(symbol)
+        whole = self._call(aten.sym_size.int, node, dim) if isinstance(node.meta["val"], torch.Tensor) else node
+        return whole if factor == 1 else self._call(operator.floordiv, whole, factor)
+
+    def _expression(self, size: sympy.Expr) -> Node:
+        combine, terms = _terms(size)
+        result, *rest = map(self.__getitem__, terms)
+        for term in rest:
+            result = self._call(combine, result, term)
+        assert isinstance(result, Node)
+        return result
+
+    def _call(self, target: Callable[..., Any], *args: Any) -> Node:
+        with self._graph.inserting_after(self._last):
+            node = self._graph.call_function(target, args)
+        values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+        node.meta["val"] = target(*values)
+        self._last = node
+        return node
+
+
+def _sizes_behind(last_input: Node) -> Iterator[Node]:
+    """The nodes that follow the inputs, as long as they yield sizes."""
+    node = last_input.next
+    while node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
+        yield node
+        node = node.next
+
+
+def drop_unused_sizes(graph: Graph) -> None:
+    """Take out size nodes that nothing reads: those of edits that were taken back."""
+    inputs = graph.find_nodes(op="placeholder")
+    for node in reversed(list(_sizes_behind(inputs[-1])) if inputs else []):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def sizes_from_inputs(graph: Graph) -> None:
+    """Compute every size that is read off a tensor from the graph's inputs instead.
+
+    So no size needs a tensor that a rewrite takes apart, such as the gathered one.
+    """
+    read_off = graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    nodes = SizeNodes(graph)
+    for node in read_off:
+        try:
+            size = nodes[as_size(node)]
+        except UnknownSize:  # it depends on data
+            continue
+        if isinstance(size, Node) and size is not node:
+            node.replace_all_uses_with(size)
+            graph.erase_node(node)
