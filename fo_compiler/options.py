@@ -13,6 +13,7 @@ from .schedule import FAMILY_NAMES
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rewrite": ("auto", "always", "never"),
     "schedule": ("auto", *FAMILY_NAMES),
+    "transport": ("auto", "c10d", "copy_engine"),
     "agreement": ("error", "plain", "off"),
 }
 _COUNTS = ("slices_per_rank", "depth")
@@ -48,6 +49,10 @@ class Options:
 
     compute_streams: int = 1
     """Streams on CUDA that the matmuls of slices run on: 1, the caller's, or 2 of their own, in turn."""
+
+    transport: str = "auto"
+    """How tensors travel between CUDA devices: `c10d` (NCCL), `copy_engine` (symmetric memory, for GPUs that map each
+    other's memory), or `auto`: the copy engine where every pair of the group has it and it is predicted to be faster."""
 
     agreement: str = "error"
     """When ranks decided differently about a graph that is about to run first: `error` on every rank; `plain`: all use the

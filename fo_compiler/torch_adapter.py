@@ -390,3 +390,37 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+
+class SymmetricMemory:
+    """Inboxes of a group that each rank maps, and signals (torch.distributed._symmetric_memory, 2.11 to 2.14).
+
+    A rank's memory has `slots` slots of `slot_bytes` for each source. Making it is a rendezvous of all ranks of the group.
+    """
+
+    def __init__(self, group_name: str, device: torch.device, ranks: int, slots: int, slot_bytes: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.slots, self.slot_bytes = slots, slot_bytes
+        self._memory = symmetric_memory.empty(ranks * slots * slot_bytes, dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(self._memory, cast(Any, group_name))
+        self.rank: int = self._handle.rank
+
+    def slot(self, rank: int, source: int, slot: int, like: torch.Tensor) -> torch.Tensor:
+        offset = (source * self.slots + slot) * self.slot_bytes // like.element_size()
+        return self._handle.get_buffer(rank, like.shape, like.dtype, offset)
+
+    def put_signal(self, rank: int, channel: int) -> None:
+        self._handle.put_signal(rank, channel)
+
+    def wait_signal(self, rank: int, channel: int) -> None:
+        self._handle.wait_signal(rank, channel)
+
+
+def without_peer_memory(device: torch.device) -> str:
+    """Why symmetric memory cannot be used on a device; empty if it can (_SymmetricMemory, 2.11 to 2.14)."""
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError:
+        return "this torch has no symmetric memory"
+    return "" if _SymmetricMemory.get_backend(device) else f"symmetric memory has no backend for {device}"

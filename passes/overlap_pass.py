@@ -42,6 +42,7 @@ from .sizes import drop_unused_sizes, sizes_from_inputs
 from .slice_matmuls import use_slice_matmuls
 from .split_all_reduce import split_all_reduce, wanted_matmuls
 from .streams import assign_streams, has_streams, plan_of
+from .transports import COPY_ENGINE, choose_transport
 
 _SHORT = {
     Kind.ALL_GATHER: "ag",
@@ -122,7 +123,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     if has_streams(graph):
         if options.compute_streams > 1:
             use_slice_matmuls(graph)
-        assign_streams(graph, options.compute_streams)
+        assign_streams(graph, options.compute_streams, rewriter.transports)
         graph.lint()
         check_plan(plan_of(graph))
     if dump is not None:
@@ -179,6 +180,7 @@ class _Rewriter:
         self.groups = groups
         self.records: dict[str, Record] = {}  # by the collective's name
         self.done: list[Rewritten] = []
+        self.transports: dict[str, str] = {}  # by the region's tag
         never = options.rewrite == "never"
         self.near = {} if never else matmuls_next_to(collectives, groups)
         self.wanted = {} if never else wanted_matmuls(collectives, options, groups)
@@ -224,7 +226,12 @@ class _Rewriter:
         if not regions:
             return reason
         matmuls = tuple(node.name for region, _ in regions for node in region.matmuls)
-        described = " + ".join(schedule.describe() for _, schedule in regions)
+        ways = [choose_transport(region, schedule, self.options) for region, schedule in regions]
+        reason = "; ".join(dict.fromkeys(part for part in (reason, *(why for _, why in ways)) if part))
+        described = " + ".join(
+            schedule.describe() + (", copy engine" if way == COPY_ENGINE else "")
+            for (_, schedule), (way, _) in zip(regions, ways, strict=True)
+        )
         for node in collectives:
             self._record(node, regions[0][0].site, True, reason, described, matmuls)
         for edit in edits:
@@ -232,6 +239,7 @@ class _Rewriter:
         named = [(f"{_SHORT[r.site.kind]}{n}", r, s) for n, (r, s) in enumerate(regions, start=len(self.done))]
         dumps = self.options.dump_dir is not None
         self.done += [Rewritten(*each, predict(*each[1:], self.options) if dumps else None) for each in named]
+        self.transports.update({tag: way for (tag, *_), (way, _) in zip(named, ways, strict=True)})
         for tag, region, schedule in reversed(named):  # the gather half reads what the scatter half makes
             _verify_once(schedule)
             rewrite_region(self.graph, region, schedule, tag)

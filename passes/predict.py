@@ -8,6 +8,7 @@ from ..errors import MachineError
 from ..options import Options
 from ..schedule import Schedule
 from ..schedule.choose import Region as RegionNumbers
+from ..schedule.machine import Machine
 from ..schedule.simulate import Simulation, simulate
 from .decide import machine_of, product_of
 from .regions import Region
@@ -26,13 +27,24 @@ def predict(region: Region, schedule: Schedule, options: Options) -> Prediction 
     value = tensor_of(site.value)
     if site.ranks**2 * m > LARGEST:
         return None
-    machine = machine_of(options, value.device.type)
+    return _simulated(region, schedule, machine_of(options, value.device.type), spans=True)
+
+
+def predicted_us(region: Region, schedule: Schedule, machine: Machine) -> float | None:
+    """The time of a region's schedule on a machine; None where the machine knows none."""
+    simulated = _simulated(region, schedule, machine, spans=False)
+    return None if simulated is None else simulated.makespan_us
+
+
+def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool) -> Simulation | None:
+    site, m = region.site, schedule.slices_per_rank
+    value = tensor_of(site.value)
     products = [(product_of(region, node), str(tensor_of(node).dtype)) for node in region.matmuls]
     slice_bytes = float(prod(example_shape(site.value)) * value.element_size() // site.ranks)
     try:
         numbers = RegionNumbers(
             lambda m: sum(product.slice_us(machine, dtype, site.ranks * m) for product, dtype in products), slice_bytes
         )
-        return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=True)
+        return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=spans)
     except MachineError:  # the machine has no such matmul, or another number of ranks
         return None

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -45,8 +45,10 @@ def has_streams(graph: Graph) -> bool:
     )
 
 
-def assign_streams(graph: Graph, compute_streams: int = 1) -> None:
+def assign_streams(graph: Graph, compute_streams: int = 1, transports: Mapping[str, str] | None = None) -> None:
     """Give each transfer, and with two `compute_streams` each `slice_matmul`, its stream and its events.
+
+    `transports` has the transport of a region, by its tag, where it is not c10d.
 
     On a graph of a device without streams it does nothing.
     """
@@ -56,6 +58,9 @@ def assign_streams(graph: Graph, compute_streams: int = 1) -> None:
     for exchange in graph.find_nodes(op="call_function", target=ops.exchange):
         event = next(events)
         exchange.kwargs = {"stream": COMM, "after": [CALLER], "event": event}
+        transport = (transports or {}).get(exchange.meta["fo"].region, "c10d")
+        if transport != "c10d":
+            exchange.kwargs = {**exchange.kwargs, "transport": transport}
         (wait,) = exchange.users
         wait.kwargs = {"after": [event]}
     if compute_streams > 1:

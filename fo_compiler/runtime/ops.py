@@ -75,20 +75,22 @@ def _exchange(
     stream: int = streams.CALLER,
     after: Sequence[int] = (),
     event: int = streams.NO_EVENT,
+    transport: str = "c10d",
 ) -> Tensor:
     recv = torch.empty(send.shape, dtype=send.dtype, device=send.device)
     if not recv.numel():  # never without memory, so that the address of an empty buffer is its own, too
         recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(send.shape)
     sent = send if send.is_contiguous() else send.contiguous()
     outgoing, incoming = (sent, dst) if dst >= 0 else None, (recv, src) if src >= 0 else None
+    way = current_transport(transport)
     transfer: Transfer
     try:
         with transfer_range("post", label, recv):
             if event == streams.NO_EVENT:
-                transfer = current_transport().post(group_name, outgoing, incoming)
+                transfer = way.post(group_name, outgoing, incoming)
             else:
                 with streams.launch(send.device, stream, after, event):
-                    current_transport().post(group_name, outgoing, incoming).wait()  # the side stream waits
+                    way.post(group_name, outgoing, incoming).wait()  # the side stream waits
                 transfer = _Launched(sent, streams.recorded(send.device, event))
     except RuntimeError as error:
         raise _failure("could not be started", label, group_name, error) from error
@@ -114,7 +116,10 @@ def _wait(recv: Tensor, sent: Tensor, *, after: Sequence[int] = ()) -> Tensor:
         )
     try:
         with transfer_range("wait", entry.label, recv):
-            entry.transfer.wait()
+            if after:
+                streams.join(recv.device, after)
+            else:
+                entry.transfer.wait()
     except RuntimeError as error:
         raise _failure("failed", entry.label, entry.group_name, error) from error
     return recv.detach()  # an alias, made with the least overhead

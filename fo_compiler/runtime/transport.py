@@ -1,6 +1,7 @@
 """Transports: how a posted step moves its tensors. One small interface, chosen by the thread that runs the graph.
 
 - `C10dTransport`: point-to-point of the process group (gloo, NCCL, MPI): the default.
+- `CopyEngineTransport` (runtime/peer_memory.py): symmetric memory within an NVLink domain.
 - `LocalTransport` (runtime/local.py): the ranks are threads of one process; for tests.
 """
 
@@ -12,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -220,15 +222,23 @@ _default: Transport = C10dTransport()
 _of_thread = threading.local()
 
 
-def current_transport() -> Transport:
-    """The transport of this thread: c10d, unless `use_transport` says otherwise."""
-    return getattr(_of_thread, "transport", _default)
+def current_transport(name: str = "c10d") -> Transport:
+    """The transport of this name, `c10d` or `copy_engine`; or what `use_transport` says, for all names."""
+    chosen: Transport | None = getattr(_of_thread, "transport", None)
+    return chosen or (_default if name == "c10d" else _copy_engine())
+
+
+@lru_cache(maxsize=1)
+def _copy_engine() -> Transport:
+    from .peer_memory import CopyEngineTransport
+
+    return CopyEngineTransport()
 
 
 @contextmanager
 def use_transport(transport: Transport) -> Iterator[None]:
     """Use `transport` in this thread, inside the block."""
-    before = getattr(_of_thread, "transport", _default)
+    before = getattr(_of_thread, "transport", None)
     _of_thread.transport = transport
     try:
         yield

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
-from fo_compiler.runtime import stream_ops, streams
+from fo_compiler.runtime import ops, stream_ops, streams
 from fo_compiler.runtime.streams import CALLER, COMM, NO_EVENT, join, launch, side_stream
 
 DEVICE = torch.device("cuda", 0)
@@ -126,3 +127,55 @@ def test_slice_matmul_writes_its_slice_and_nothing_else(dim: int) -> None:
     expected = torch.zeros_like(out)
     expected.narrow(dim, 4, 2 if dim == 0 else 5).copy_(a @ b)
     torch.testing.assert_close(out, expected)
+
+
+class Posted:
+    """A transport that fills what is received when its transfer is waited for, on whatever stream that is."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Posted:
+        assert send is not None
+        assert recv is not None
+        self.cuda.work("post")
+        self.arrives = recv[0], send[0].clone()
+        return self
+
+    def wait(self) -> None:
+        self.cuda.work("arrive")
+        self.arrives[0].copy_(self.arrives[1])
+
+
+@pytest.fixture
+def on_fake_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """CPU tensors, as if their device were the fake one."""
+    monkeypatch.setattr(streams, "_index", lambda device: 0)
+    monkeypatch.setattr(ops, "current_transport", lambda name="c10d": Posted(cuda))
+    return cuda
+
+
+def test_an_exchange_is_posted_on_its_stream_and_awaited_by_event_without_the_host(on_fake_device: FakeCuda) -> None:
+    sent = torch.ones(3)
+    received = ops.exchange(sent, 1, 1, "0", "label", stream=COMM, after=[CALLER], event=1)
+    assert on_fake_device.log == ["side1: wait for caller", "side1: post", "side1: arrive", "side1: record"]
+    torch.testing.assert_close(ops.wait(received, sent, after=[1]), sent)
+    assert set(on_fake_device.log[4:]) == {"caller: wait side1@3"}
+    assert not ops.pending_transfers()
+
+
+def test_memory_of_a_buffer_that_is_dropped_half_way_is_free_behind_its_transfer(on_fake_device: FakeCuda) -> None:
+    received = ops.exchange(torch.ones(3), 1, 1, "0", "label", stream=COMM, after=[CALLER], event=1)
+    before = len(on_fake_device.log)
+    del received
+    assert on_fake_device.log[before:] == ["caller: wait side1@3"]
+    assert not ops.pending_transfers()
+
+
+def test_a_matmul_on_a_side_stream_is_joined_by_its_event(on_fake_device: FakeCuda) -> None:
+    a, out = torch.eye(2), torch.zeros(4, 2)
+    stream_ops.fork([a], event=1)
+    stream_ops.slice_matmul(out, a, a, 0, 2, stream=2, after=[1], event=2)
+    stream_ops.join(out, [a], after=[2])
+    assert on_fake_device.log == ["caller: record", "side1: wait caller@0", "side1: record", "caller: wait side1@1"]
+    torch.testing.assert_close(out, torch.cat([torch.zeros(2, 2), a]))
