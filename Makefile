@@ -8,7 +8,7 @@ BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick nightly lint format bench env-report clean
+.PHONY: help venv demo test quick nightly lint format bench gpu-check env-report clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ format: .venv/ready  ## format the code
 
 bench: .venv/ready  ## measure (benchmarks/); results go to benchmarks/results/
 	$(RUN) $(BIN)/python -m benchmarks
+
+gpu-check:  ## check and measure kernels on the GPUs of this machine (under 8 minutes; PYTHON= the one with torch for CUDA)
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 env-report: .venv/ready  ## versions, devices and effective options, for a bug report
 	@$(BIN)/fo-compiler env
