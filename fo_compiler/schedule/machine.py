@@ -128,7 +128,7 @@ class Machine:
         """Raises MachineError that names the field, what was expected and what came."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise MachineError.wrong(where, "JSON", f"text that is none ({error})") from error
         machine = decode(cls, data, where)
         assert isinstance(machine, Machine)
@@ -138,8 +138,10 @@ class Machine:
     def load(cls, path: str | Path) -> Machine:
         try:
             text = Path(path).read_text()
-        except OSError as error:
-            raise MachineError.wrong(str(path), "a readable machine file", error.strerror or str(error)) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise MachineError.wrong(
+                str(path), "a readable machine file", getattr(error, "strerror", None) or str(error)
+            ) from error
         return cls.from_json(text, str(path))
 
 

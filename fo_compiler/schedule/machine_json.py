@@ -38,7 +38,7 @@ def decode(expected: Any, data: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         choices = {_NAME_OF[cls]: cls for cls in typing.get_args(expected)}
         tag = data.get("type") if isinstance(data, dict) else None
-        if tag not in choices:
+        if not isinstance(tag, str) or tag not in choices:
             raise MachineError.wrong(f"{where}.type", f"one of {', '.join(choices)}", tag)
         return decode(choices[tag], data, where)
     if is_dataclass(expected):
