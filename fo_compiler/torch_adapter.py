@@ -11,6 +11,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -161,6 +162,20 @@ def every_inductor_compile(change: Callable[[dict[str, Any]], dict[str, Any]]) -
         is_open = False
         if module.compile_fx is compile_fx:  # else somebody has wrapped it in turn, and calls us: we only hand on
             module.compile_fx = original
+
+
+def fuse_as_micro_pipeline_does(graph: fx.Graph) -> None:
+    """Run torch's own pass for tensor parallelism on a graph, as if NCCL and symmetric memory were there.
+
+    torch._inductor.fx_passes.micro_pipeline_tp, 2.11 to 2.14: it replaces an all-gather before, or a reduce-scatter after a
+    matmul by a fused op. For comparison only.
+    """
+    import torch.distributed as dist
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    with symmetric_memory._test_mode(), patch.object(dist, "is_nccl_available", lambda: True):
+        micro_pipeline_tp_pass(graph)
 
 
 def inductor_pass_class() -> type:

@@ -1,0 +1,195 @@
+"""Which collectives of which kinds of graph are rewritten, beside what the stock pass of the installed torch does.
+
+python benchmarks/coverage.py                 prints the page
+python benchmarks/coverage.py --write docs    writes docs/coverage.md
+
+The graphs are those of tests/graph_kinds.py; each has a test that compares its values, on threads, with the plain graph's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+if __name__ == "__main__" and not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fo_compiler.options import Options
+from fo_compiler.passes.sites import is_collective
+from fo_compiler.records import Record
+from fo_compiler.runtime.local import LocalWorld
+from fo_compiler.testing import rewrite_for_rank
+from fo_compiler.torch_adapter import fuse_as_micro_pipeline_does
+from tests.graph_kinds import EXCHANGE, GATHER, KINDS, PEERS, REDUCE, SCATTER, GraphKind
+from tests.graphs import capture
+
+FORWARD, BACKWARD = "forward", "backward"
+OPS = {
+    "all_gather_into_tensor": GATHER,
+    "all_gather_into_tensor_coalesced": GATHER,
+    "reduce_scatter_tensor": SCATTER,
+    "reduce_scatter_tensor_coalesced": SCATTER,
+    "all_reduce": REDUCE,
+    "all_reduce_coalesced": REDUCE,
+    "all_to_all_single": EXCHANGE,
+    "shard_dim_alltoall": EXCHANGE,
+}
+COLUMNS = [(op, direction) for op in (GATHER, SCATTER, REDUCE, EXCHANGE) for direction in (FORWARD, BACKWARD)]
+WIDTH = 1024  # of the hidden dim: the stock pass takes no narrower shards where the last dim is gathered
+
+# Kinds of graph that need a compiler or processes: what holds there, and the test that proves it.
+ELSEWHERE: tuple[tuple[str, str], ...] = (
+    (
+        "one compile serves sizes that change",
+        "tests/test_backend.py::test_a_symbolic_graph_serves_other_sizes_without_a_new_compile",
+    ),
+    ("sizes that do not divide, and none at all", "tests/test_backend.py::test_an_uneven_or_empty_size_does_not_crash"),
+    (
+        "collectives of user code: into a tensor, into a list, in place",
+        "tests/distributed/test_gloo.py::test_collectives_of_user_code_are_found",
+    ),
+    (
+        "every gather and scatter dim on real ranks",
+        "tests/distributed/test_gloo.py::test_every_gather_and_scatter_dim_of_four_ranks",
+    ),
+    ("both axes of a mesh in one graph", "tests/distributed/test_gloo.py::test_both_axes_of_a_mesh_in_one_graph"),
+    (
+        "a model with sequence parallel, training",
+        "tests/distributed/test_gloo.py::test_the_model_trains_as_under_plain_inductor_for_fifty_steps",
+    ),
+    (
+        "a model with all-reduces, training",
+        "tests/distributed/test_gloo.py::test_all_reduces_train_as_under_plain_inductor",
+    ),
+    ("16-bit sums", "tests/distributed/test_gloo.py::test_sixteen_bit_results_are_no_less_exact"),
+    (
+        "transformers: Llama",
+        "tests/distributed/test_clients.py::test_llama_of_transformers_with_its_own_tensor_parallel_plan",
+    ),
+)
+
+HEADER = """\
+# Coverage: which collectives of which graphs are rewritten
+
+Written by `python benchmarks/coverage.py --write docs`, with torch {torch}. Do not edit.
+
+Each row is a kind of graph of `tests/graph_kinds.py`, each column a collective in the forward or in the backward half. A cell
+reads *rewritten by us / all of them (fused by the stock pass)*. The stock pass is torch's own for tensor parallelism
+(`torch._inductor.config._micro_pipeline_tp`), run on the same graph with a hidden size of {width}, as if NCCL and symmetric
+memory were there. Ours are counted with `rewrite="always"`: by default a region is only rewritten where it is predicted to pay.
+
+A row is proven by `test_values_and_records[name of the row]` in `tests/test_coverage.py` (C) or `tests/passes/test_peer_forms.py`
+(P): it compares every output of the rewritten graph, gradients included, with that of the plain one, on threads.
+
+"""
+
+
+@dataclass
+class Cell:
+    """The collectives of one op and direction: how many there are, are rewritten by us, and fused by the stock pass."""
+
+    all: int = 0
+    ours: int = 0
+    stock: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.ours} / {self.all} ({self.stock})" if self.all else ""
+
+
+@dataclass
+class Row:
+    """A kind of graph, the records of its collectives, and their cells."""
+
+    kind: GraphKind
+    records: tuple[Record, ...]
+    cells: dict[tuple[str, str], Cell]
+
+    def __str__(self) -> str:
+        proof = "P" if self.kind.row == PEERS else "C"
+        return "| " + " | ".join((str(self.kind), *(str(self.cells[column]) for column in COLUMNS), proof)) + " |"
+
+
+@contextmanager
+def fake_world(ranks: int = 2) -> Iterator[None]:
+    """A process group, of which some fake kernels ask the size."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        import_module("torch.distributed.tensor")  # registers shard_dim_alltoall
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def records_of(kind: GraphKind) -> tuple[Record, ...]:
+    world = LocalWorld(kind.ranks, kind.groups)
+    return rewrite_for_rank(capture(kind.step, kind.example(8)), Options(rewrite="always"), world.transport(0))[
+        1
+    ].records
+
+
+def row_of(kind: GraphKind, records: tuple[Record, ...]) -> Row:
+    """What became of each collective by us (`records`, in graph order) and by the stock pass."""
+    inputs = kind.example(WIDTH)
+    in_forward = sum(map(is_collective, capture(kind.function, inputs).graph.nodes))
+    graph = capture(kind.step, inputs).graph
+    collectives = [(node.name, OPS[node.target._opname]) for node in graph.nodes if is_collective(node)]
+    fuse_as_micro_pipeline_does(graph)
+    left = {node.name for node in graph.nodes if is_collective(node)}
+    cells = {column: Cell() for column in COLUMNS}
+    for index, ((name, op), record) in enumerate(zip(collectives, records, strict=True)):
+        cell = cells[op, FORWARD if index < in_forward else BACKWARD]
+        cell.all += 1
+        cell.ours += record.rewritten
+        cell.stock += name not in left
+    return Row(kind, records, cells)
+
+
+def page(rows: list[Row]) -> str:
+    """docs/coverage.md"""
+    total = {column: Cell() for column in COLUMNS}
+    for row in rows:
+        for column, cell in row.cells.items():
+            total[column].all += cell.all
+            total[column].ours += cell.ours
+            total[column].stock += cell.stock
+    lines = [HEADER.format(torch=torch.__version__.split("+")[0], width=WIDTH)]
+    lines.append("| graph | " + " | ".join(f"{op}, {direction}" for op, direction in COLUMNS) + " | proof |")
+    lines.append("|---" * (2 + len(COLUMNS)) + "|")
+    lines += map(str, rows)
+    lines.append("| **all** | " + " | ".join(f"**{total[column]}**" for column in COLUMNS) + " | |")
+    lines += ["", "## Left alone", "", "| graph | collective | reason |", "|---|---|---|"]
+    lines += [
+        f"| {row.kind} | {record.collective.partition(' ')[0]} | {record.reason} |"
+        for row in rows
+        for record in row.records
+        if not record.rewritten
+    ]
+    lines += ["", "## Proven with a compiler or with processes", "", "| what | test |", "|---|---|"]
+    lines += [f"| {what} | `{test}` |" for what, test in ELSEWHERE]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", metavar="DIR", type=Path, help="write coverage.md into this folder")
+    args = parser.parse_args()
+    with fake_world():
+        text = page([row_of(kind, records_of(kind)) for kind in KINDS])
+    if args.write is None:
+        print(text, end="")
+    else:
+        (args.write / "coverage.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
