@@ -9,6 +9,7 @@ The graphs are those of tests/graph_kinds.py; each has a test that compares its 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,17 +139,18 @@ def records_of(kind: GraphKind) -> tuple[Record, ...]:
 
 
 def row_of(kind: GraphKind, records: tuple[Record, ...]) -> Row:
-    """What became of each collective by us (`records`, in graph order) and by the stock pass."""
+    """What became of each collective by us (`records`) and by the stock pass."""
     inputs = kind.example(WIDTH)
     in_forward = sum(map(is_collective, capture(kind.function, inputs).graph.nodes))
     graph = capture(kind.step, inputs).graph
-    collectives = [(node.name, OPS[node.target._opname]) for node in graph.nodes if is_collective(node)]
+    collectives = [node.name for node in graph.nodes if is_collective(node)]
     fuse_as_micro_pipeline_does(graph)
     left = {node.name for node in graph.nodes if is_collective(node)}
     cells = {column: Cell() for column in COLUMNS}
-    for index, ((name, op), record) in enumerate(zip(collectives, records, strict=True)):
-        cell = cells[op, FORWARD if index < in_forward else BACKWARD]
-        cell.all += 1
+    for record in records:
+        op, name = re.fullmatch(r"(\w+) \((\w+?)(?:_part\d+)?\)", record.collective).groups()  # type: ignore[union-attr]
+        cell = cells[OPS[op], FORWARD if collectives.index(name) < in_forward else BACKWARD]
+        cell.all += 1  # each part of a coalesced collective counts
         cell.ours += record.rewritten
         cell.stock += name not in left
     return Row(kind, records, cells)

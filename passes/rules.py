@@ -229,6 +229,14 @@ def narrow(node: Node) -> Axes:
     return Axes(((source, labels),), labels, frozenset({dim}))
 
 
+def view_as_dtype(node: Node) -> Axes:
+    """The same bytes as another type; where that is wider or narrower, they meet along the last dim."""
+    (source,) = tensor_operands(node)
+    labels = _identity_labels(source)
+    same_size = source.meta["val"].element_size() == node.meta["val"].element_size()
+    return Axes(((source, labels),), labels, frozenset(() if same_size else labels[-1:]))
+
+
 def select(node: Node) -> Axes:
     (source,) = tensor_operands(node)
     labels = _identity_labels(source)
@@ -314,6 +322,7 @@ _AXES: dict[Any, Callable[[Node], Axes]] = {
     aten.permute.default: permute,
     aten.transpose.int: permute,
     aten.t.default: permute,
+    aten.view.dtype: view_as_dtype,
     aten.unsqueeze.default: unsqueeze,
     aten.squeeze.dim: squeeze,
     aten.squeeze.dims: squeeze,

@@ -17,7 +17,7 @@ from torch import Tensor
 from fo_compiler.options import Options
 from fo_compiler.records import Record
 from fo_compiler.testing import assert_equivalent
-from tests.graphs import all_gather, all_reduce, all_to_all, capture, reduce_scatter
+from tests.graphs import all_gather, all_reduce, all_to_all, c10d, capture, reduce_scatter
 
 R = 2  # ranks
 GATHER, SCATTER, REDUCE, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
@@ -268,6 +268,11 @@ def unused(x: Tensor, w: Tensor) -> Tensor:
     return x @ w
 
 
+def coalesced(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    xs, ys = c10d.all_gather_into_tensor_coalesced([x, y], R, "0")
+    return (c10d.wait_tensor(xs) @ w) * (c10d.wait_tensor(ys) @ w)
+
+
 def gather_dim(dim: int) -> Callable[..., Tensor]:
     return lambda x, w: gather(x, dim) @ w
 
@@ -387,6 +392,13 @@ KINDS: tuple[GraphKind, ...] = (
         groups=MESH,
         left=(TAKEN,),
     ),
+    GraphKind(
+        SHARED,
+        "coalesced",
+        coalesced,
+        lambda d: [(S, d), (S, d), (d, 6)],
+        gradients=False,
+    ),
     GraphKind(SHARED, "gathered twice", gathered_twice, lambda d: [(S, d), (d, 6), (d, 6)]),
     GraphKind(
         SHARED,
@@ -406,7 +418,7 @@ KINDS: tuple[GraphKind, ...] = (
             lambda d: [(2 * S, 2 * d), (2 * d, 16)],
             gradients=False,
             tolerance=1e-5,
-            left=("no separability rule for aten._scaled_mm", "no separability rule for aten.view.dtype"),
+            left=(TAKEN,),
         )
         for name, function in (
             ("gathered", gathered_scaled),

@@ -72,6 +72,7 @@ CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] =
     aten.view.default: (lambda x: aten.view(x, [24, 2]), ((4, 6, 2),)),
     aten.reshape.default: (lambda x: x.reshape(4, 12), ((4, 6, 2),)),
     aten._unsafe_view.default: (lambda x: aten._unsafe_view(x, [2, 2, 6]), ((4, 6),)),
+    aten.view.dtype: (lambda x: aten.view(x, torch.int32), ((4, 6, 2),)),
     # pointwise ops need no row
     aten.relu.default: (torch.relu, ((4, 6),)),
     aten.add.Tensor: (torch.add, ((4, 6), (6,))),
