@@ -172,9 +172,9 @@ def fuse_as_micro_pipeline_does(graph: fx.Graph) -> None:
     """
     import torch.distributed as dist
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
-    from torch.distributed import _symmetric_memory as symmetric_memory
+    from torch.distributed._symmetric_memory import _test_mode
 
-    with symmetric_memory._test_mode(), patch.object(dist, "is_nccl_available", lambda: True):
+    with _test_mode(), patch.object(dist, "is_nccl_available", lambda: True):
         micro_pipeline_tp_pass(graph)
 
 

@@ -38,7 +38,7 @@ def test_the_page_has_all_kinds_and_no_others() -> None:
 
 
 def test_each_test_that_the_page_names_exists() -> None:
-    named = [test for _, test in ELSEWHERE]
+    named = [f"tests/{path}::{test}" for _, path, test in ELSEWHERE]
     assert all(f"`{test}`" in PAGE for test in named), "docs/coverage.md is stale"
     named += [
         f"{path}::test_values_and_records" for path in re.findall(r"`(tests/\S+)` \([CP]\)", PAGE.replace("\n", " "))
