@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fo_compiler.schedule import Kind, Post, Schedule, build
+from fo_compiler.schedule import COLLECTIVES, Kind, Post, Schedule, build
 from fo_compiler.schedule.choose import Choice, Region, choose
 from fo_compiler.schedule.machine import Machine, simple_machine
 from fo_compiler.schedule.network import Matrix, TwoLevel, Uniform
@@ -85,7 +85,7 @@ def groups_table(kind: Kind, sizes: Sequence[int]) -> Table:
 def kinds_table(ranks: int) -> Table:
     """Every kind on every network, for one size of group."""
     table = [["kind", "machine", "serial", "chosen", "ms", "bound", "above bound"]]
-    for kind in Kind:
+    for kind in COLLECTIVES:
         for name, machine in machines(ranks).items():
             choice = choose(kind, machine, ranks, region(ranks))
             serial, _, _, *rest = row(choice, 0.0)

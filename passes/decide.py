@@ -7,6 +7,7 @@ all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -22,7 +23,7 @@ from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
 from .attention import ROWS, product_sizes
-from .regions import Region, plan_region
+from .regions import Region, plan_chain, plan_region
 from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
 from .separability import NotSeparable, example_shape, shape_of, tensor_of
 from .sites import Site
@@ -97,16 +98,22 @@ def decide(site: Site, options: Options, reserved: frozenset[Node] = frozenset()
     return best
 
 
-def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node]) -> Decision:
-    def plan(slices_per_rank: int) -> Region:
-        return plan_region(site, slices_per_rank, depth, reserved)
+def decide_chain(gather: Site, scatter: Site, options: Options) -> Decision:
+    """As `decide`, for the chain from an all-gather to a reduce-scatter."""
+    return _decide_planned(lambda slices_per_rank: plan_chain(gather, scatter, slices_per_rank), options)
 
+
+def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node]) -> Decision:
+    return _decide_planned(lambda slices_per_rank: plan_region(site, slices_per_rank, depth, reserved), options)
+
+
+def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision:
     region = plan(options.slices_per_rank or 1)
     _check_sizes(region)
     cut = region.site  # with the dim that it is cut along
     size = shape_of(cut.value)[cut.dim]
     wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
-    numbers = tuple(m for m in wanted if quotient(size, m * site.ranks) is not None)
+    numbers = tuple(m for m in wanted if quotient(size, m * cut.ranks) is not None)
     try:
         choice = _predict(region, options, numbers)
         if choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
@@ -153,7 +160,7 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         machine,
         site.ranks,
         tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls),
-        prod(example_shape(site.value)) * value.element_size() // site.ranks,
+        slice_bytes_of(region),
         None if options.schedule == "auto" and len(families(site, options)) > 1 else families(site, options),
         slices_per_rank,
         options.margin,
@@ -167,7 +174,7 @@ def _choose(
     machine: Machine,
     ranks: int,
     products: tuple[tuple[Product, str], ...],
-    slice_bytes: int,
+    slice_bytes: float,
     allowed: tuple[str, ...] | None,
     slices_per_rank: tuple[int, ...],
     margin: float,
@@ -177,7 +184,7 @@ def _choose(
         return sum(product.slice_us(machine, dtype, slices) for product, dtype in products)
 
     numbers = RegionNumbers(
-        compute_us=lambda m: compute_us(ranks * m), slice_bytes=float(slice_bytes), whole_compute_us=compute_us(1)
+        compute_us=lambda m: compute_us(ranks * m), slice_bytes=slice_bytes, whole_compute_us=compute_us(1)
     )
     return choose(
         kind,
@@ -195,6 +202,12 @@ def first_factor(node: Node) -> Node:
     """The left operand of a matmul, or the query of attention: its dtype is the one that the machine multiplies in."""
     operands = tensor_operands(node)
     return operands[0] if node.target in ATTENTIONS else operands[FIRST_FACTOR.get(node.target, -2)]
+
+
+def slice_bytes_of(region: Region) -> float:
+    """Bytes of one rank's slice; in a chain of the larger of what arrives and what leaves."""
+    sizes = [prod(example_shape(site.value)) * tensor_of(site.value).element_size() for site in region.sites]
+    return float(max(sizes) // region.site.ranks)
 
 
 def product_of(region: Region, node: Node) -> Product:

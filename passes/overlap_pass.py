@@ -25,7 +25,8 @@ from ..runtime import ops
 from ..runtime.transport import current_transport
 from ..schedule import Kind, Schedule, verify
 from ..torch_adapter import group_members, inductor_pass_class, trace_artifact
-from .decide import decide, machine_of
+from .chains import find_chain
+from .decide import Decision, decide, machine_of
 from .edit import Edit
 from .graph_verifier import signature, verify_graph
 from .merge_sums import merge_sums
@@ -50,6 +51,7 @@ _SHORT = {
     Kind.ALL_REDUCE: "ar",
     Kind.ALL_TO_ALL: "aa",
     Kind.ALL_TO_ALL_OUT: "aa",
+    Kind.CHAIN: "chain",
 }
 
 
@@ -110,7 +112,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     sizes_from_inputs(graph)
     singles = SingleCollectives(graph, enabled=options.rewrite != "never")
     collectives = {node.name: node for node in graph.nodes if is_collective(node)}
-    rewriter = _Rewriter(graph, which, list(collectives.values()), options, groups)
+    rewriter = _Rewriter(graph, which, collectives, options, groups)
     for name, node in collectives.items():
         if name not in rewriter.records:  # it may have gone together with an earlier one
             rewriter.handle(node)
@@ -173,7 +175,9 @@ def graph_kind(graph: Graph) -> str:
 class _Rewriter:
     """Takes the collectives of one graph, one after the other, to their records."""
 
-    def __init__(self, graph: Graph, which: str, collectives: list[Node], options: Options, groups: Groups) -> None:
+    def __init__(
+        self, graph: Graph, which: str, collectives: dict[str, Node], options: Options, groups: Groups
+    ) -> None:
         self.graph = graph
         self.which = which
         self.options = options
@@ -181,9 +185,10 @@ class _Rewriter:
         self.records: dict[str, Record] = {}  # by the collective's name
         self.done: list[Rewritten] = []
         self.transports: dict[str, str] = {}  # by the region's tag
-        never = options.rewrite == "never"
-        self.near = {} if never else matmuls_next_to(collectives, groups)
-        self.wanted = {} if never else wanted_matmuls(collectives, options, groups)
+        self.collectives = collectives
+        asked = [] if options.rewrite == "never" else list(collectives.values())
+        self.near = matmuls_next_to(asked, groups)
+        self.wanted = wanted_matmuls(asked, options, groups)
 
     def handle(self, node: Node) -> None:
         """One collective: its record, and its region or regions where it is rewritten."""
@@ -210,33 +215,38 @@ class _Rewriter:
     def _rewrite(self, site: Site, collectives: Sequence[Node], edits: tuple[Edit, ...] = ()) -> str | None:
         """Rewrite a site, which stands for `collectives` after `edits`. Returns the reason where it is left alone."""
         reserved = frozenset(matmul for matmul, owners in self.near.items() if not owners <= set(collectives))
+        decision: Decision | None = None
         try:
             decision = decide(site, self.options, reserved)
+            reason = decision.reason + _note(collectives)
         except NotSeparable as refusal:
-            return str(refusal)
-        parts, reason = [(decision.region, decision.schedule)], decision.reason
-        if site.kind is Kind.ALL_REDUCE:
+            reason = str(refusal)
+        parts = [] if decision is None or decision.schedule is None else [(decision.region, decision.schedule)]
+        if site.kind is Kind.ALL_GATHER:
+            later = [node for name, node in self.collectives.items() if name not in self.records]
+            chain = find_chain(self.graph, site, decision, later, self.options, self.groups, reserved)
+            if chain is not None:
+                parts, edits = [(chain.region, chain.schedule)], chain.edits
+                collectives, reason = (*collectives, *chain.scatters), chain.reason + _note(chain.scatters)
+        if site.kind is Kind.ALL_REDUCE and decision is not None:
             halves = split_all_reduce(self.graph, site, decision, self.options, self.groups, reserved, self.wanted)
             if halves is not None:
-                parts = [(half.region, half.best) for half in (halves.scatter, halves.gather)]
-                reason, edits = halves.reason, (*edits, halves.edit)
-        if len(collectives) > 1:
-            reason += f"; one for {', '.join(node.name for node in collectives)}, whose results are added"
-        regions = [(region, schedule) for region, schedule in parts if schedule is not None]
-        if not regions:
+                parts, edits = halves.parts, (*edits, halves.edit)
+                reason = halves.reason + _note(collectives)
+        if not parts:
             return reason
-        matmuls = tuple(node.name for region, _ in regions for node in region.matmuls)
-        ways = [choose_transport(region, schedule, self.options) for region, schedule in regions]
+        matmuls = tuple(node.name for region, _ in parts for node in region.matmuls)
+        ways = [choose_transport(region, schedule, self.options) for region, schedule in parts]
         reason = "; ".join(dict.fromkeys(part for part in (reason, *(why for _, why in ways)) if part))
         described = " + ".join(
             schedule.describe() + (", copy engine" if way == COPY_ENGINE else "")
-            for (_, schedule), (way, _) in zip(regions, ways, strict=True)
+            for (_, schedule), (way, _) in zip(parts, ways, strict=True)
         )
         for node in collectives:
-            self._record(node, regions[0][0].site, True, reason, described, matmuls)
+            self._record(node, parts[0][0].site, True, reason, described, matmuls)
         for edit in edits:
             edit.keep()
-        named = [(f"{_SHORT[r.site.kind]}{n}", r, s) for n, (r, s) in enumerate(regions, start=len(self.done))]
+        named = [(f"{_SHORT[r.site.kind]}{n}", r, s) for n, (r, s) in enumerate(parts, start=len(self.done))]
         dumps = self.options.dump_dir is not None
         self.done += [Rewritten(*each, predict(*each[1:], self.options) if dumps else None) for each in named]
         self.transports.update({tag: way for (tag, *_), (way, _) in zip(named, ways, strict=True)})
@@ -263,6 +273,12 @@ class _Rewriter:
         self.records[node.name] = Record(
             self.which, name, site.ranks, rewritten, schedule, matmuls, reason, group, tensor
         )
+
+
+def _note(collectives: Sequence[Node]) -> str:
+    """For the record of several collectives that became one."""
+    names = ", ".join(node.name for node in collectives)
+    return f"; one for {names}, whose results are added" if len(collectives) > 1 else ""
 
 
 _verify_once = lru_cache(maxsize=1024)(verify)  # the layers of a model share their schedules

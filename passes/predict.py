@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from ..errors import MachineError
 from ..options import Options
 from ..schedule import Schedule
 from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.simulate import Simulation, simulate
-from .decide import machine_of, product_of
+from .decide import first_factor, machine_of, product_of, slice_bytes_of
 from .regions import Region
-from .separability import example_shape, tensor_of
+from .separability import tensor_of
 
 Prediction = Simulation
 LARGEST = 10_000  # slices of all ranks together: to record the spans of more takes seconds
@@ -38,12 +36,11 @@ def predicted_us(region: Region, schedule: Schedule, machine: Machine) -> float 
 
 def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool) -> Simulation | None:
     site, m = region.site, schedule.slices_per_rank
-    value = tensor_of(site.value)
-    products = [(product_of(region, node), str(tensor_of(node).dtype)) for node in region.matmuls]
-    slice_bytes = float(prod(example_shape(site.value)) * value.element_size() // site.ranks)
+    products = [(product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls]
     try:
         numbers = RegionNumbers(
-            lambda m: sum(product.slice_us(machine, dtype, site.ranks * m) for product, dtype in products), slice_bytes
+            lambda m: sum(product.slice_us(machine, dtype, site.ranks * m) for product, dtype in products),
+            slice_bytes_of(region),
         )
         return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=spans)
     except MachineError:  # the machine has no such matmul, or another number of ranks

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import getitem
 
 import torch
@@ -32,6 +32,9 @@ class Region:
     `cuts` has every sliced tensor of the region: the site's value and the outputs of the members; those of a member
     whose output is a sum over slices are absent. `outputs` are read outside, and are joined (or summed) there. `shared`
     are results that are the same for every slice. `depth` is how many matmuls may stand one behind the other.
+
+    A chain ends in a second collective: `scatter`, whose value is a member. Its `body` is all that leads from the gathered
+    tensor to that value.
     """
 
     site: Site
@@ -43,6 +46,8 @@ class Region:
     cuts: dict[Node, Cut] = field(default_factory=dict)
     shared: set[Node] = field(default_factory=set)
     refusals: list[str] = field(default_factory=list)  # why the region did not grow further
+    scatter: Site | None = None
+    body: frozenset[Node] = frozenset()
 
     @property
     def slices(self) -> int:
@@ -68,10 +73,7 @@ class Region:
         Where a view of a member is read outside, the view stays in the graph as it is, and reads the joined tensor: a
         matmul can write its slice in place of the joined buffer, a view of it cannot.
         """
-        inside = {*self.members, self.site.collective, self.site.wait}
-        for node in reversed(self.site.glue):
-            if self.is_gather or all(user in inside for user in node.users):
-                inside.add(node)
+        inside = {*self.members, *self._collectives(self.members)}
         start = [self.site.value] if self.is_gather else []
         joined = bool(self.blocks_read_outside())
         outputs: list[Node] = []
@@ -93,13 +95,24 @@ class Region:
 
     def replaced(self) -> set[Node]:
         """What the rewrite takes out of the graph: the collective, members, and glue that nothing else reads."""
-        site = self.site
         _, kept = self.read_outside()
-        dead = {*self.members, site.collective, site.wait} - kept
-        for node in reversed(site.glue):
-            if self.is_gather or all(user in dead for user in node.users):
-                dead.add(node)
-        return dead | ({site.value} if self.is_gather else set())
+        dead = {*self.members} - kept
+        return dead | self._collectives(dead) | ({self.site.value} if self.is_gather else set())
+
+    def _collectives(self, among: Iterable[Node]) -> set[Node]:
+        """The collectives, and those nodes around them that only they and `among` read."""
+        found = {node for site in self.sites for node in (site.collective, site.wait)}
+        inside = {*found, *among}
+        for site in self.sites:
+            for node in reversed(site.glue):
+                if site.kind.arrives_first or all(user in inside for user in node.users):
+                    found.add(node)
+                    inside.add(node)
+        return found
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return (self.site,) if self.scatter is None else (self.site, self.scatter)
 
 
 def plan_region(site: Site, slices_per_rank: int, depth: int = 1, reserved: frozenset[Node] = frozenset()) -> Region:
@@ -121,6 +134,44 @@ def plan_region(site: Site, slices_per_rank: int, depth: int = 1, reserved: froz
         except NotSeparable as refusal:
             reasons = reasons or [str(refusal)]
     raise NotSeparable("; ".join(dict.fromkeys(reasons)) or _no_matmul(site))
+
+
+def plan_chain(gather: Site, scatter: Site, slices_per_rank: int) -> Region:
+    """The region from an all-gather through all that leads to a reduce-scatter, cut in at most so many slices a rank.
+
+    Other first matmuls that read the gathered tensor come along. Raises NotSeparable, with the reasons, where something
+    on the way cannot be computed slice by slice, or no slice of what arrives becomes the same slice of what leaves.
+    """
+    if (gather.group_name, gather.ranks) != (scatter.group_name, scatter.ranks):
+        raise NotSeparable("a chain has one group")
+    body = frozenset(reachable(gather.value, forward=True) & {scatter.value, *reachable(scatter.value, forward=False)})
+    if not any(node.target in MATMULS for node in body):
+        raise NotSeparable("no matmul between the gathered and the scattered tensor")
+    reasons: list[str] = []
+    for m in _divisors(gather, slices_per_rank):
+        region = Region(replace(gather, kind=Kind.CHAIN, alternatives=()), m, scatter=scatter, body=body)
+        try:
+            _grow_downstream(region)
+        except NotSeparable as refusal:
+            reasons.append(str(refusal))
+            continue
+        if body <= set(region.members) and region.cuts.get(scatter.value) == Cut(scatter.dim):
+            return region
+        reasons += region.refusals
+    raise NotSeparable("; ".join(dict.fromkeys(reasons)) or "what arrives and what leaves are cut along different dims")
+
+
+def reachable(start: Node, forward: bool) -> set[Node]:
+    """All that depends on `start`, or all that it depends on."""
+    found: set[Node] = set()
+    frontier = [start]
+    while frontier:
+        node = frontier.pop()
+        for other in node.users if forward else node.all_input_nodes:
+            if other not in found:
+                found.add(other)
+                frontier.append(other)
+    return found
 
 
 def _no_matmul(site: Site) -> str:
@@ -155,9 +206,9 @@ def _grow_downstream(region: Region) -> None:
     outside: set[Node] = set()  # depends on the region, and is not in it
     passed: dict[Node, int] = {site.value: 0}  # matmuls on the shortest way to here
 
-    def push(node: Node, is_reader: bool) -> None:
+    def push(node: Node, is_cut: bool) -> None:
         for user in node.users:
-            if is_reader and user.op != "output":
+            if is_cut and user.op != "output" and (passed[node] < region.depth or user in region.body):
                 readers.add(user)
             if user not in seen:
                 seen.add(user)
@@ -188,7 +239,7 @@ def _grow_downstream(region: Region) -> None:
         if split.output is not None:
             region.cuts[node] = split.output
         passed[node] = behind + (node.target in MATMULS)
-        push(node, split.output is not None and passed[node] < region.depth)
+        push(node, split.output is not None)
     _trim(region, toward_matmuls=True)
 
 
@@ -207,7 +258,7 @@ def _try_member(region: Region, node: Node, outside: set[Node]) -> Split:
 
 
 def _check_reserved(region: Region, node: Node, behind: int) -> None:
-    if behind and node in region.reserved:
+    if behind and node in region.reserved and node not in region.body:
         raise NotSeparable(f"{node.name} is next to another collective")
 
 
@@ -286,7 +337,7 @@ def _trim(region: Region, toward_matmuls: bool) -> None:
     for node in order:
         is_sum = node not in region.cuts
         neighbours = node.users if toward_matmuls else node.all_input_nodes
-        if node.target in MATMULS or is_sum or any(other in kept for other in neighbours):
+        if node.target in MATMULS or is_sum or node in region.body or any(other in kept for other in neighbours):
             kept.add(node)
     for node in list(kept):  # the results of an op with several go together
         for item in node.users if isinstance(node.meta.get("val"), (tuple, list)) else ():

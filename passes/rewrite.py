@@ -23,6 +23,7 @@ from .attention import sliced_call
 from .regions import Region
 from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims, tensor_operands
 from .separability import Cut, dense_order, local_shape, shape_of, slice_size, strides_that_matter, tensor_of
+from .sites import Site
 from .sizes import Size, SizeNodes, as_size, quotient
 
 
@@ -72,6 +73,7 @@ class _Writer:
         self.sizes = SizeNodes(graph)
         self.region = region
         self.site = region.site
+        self.summed = region.scatter or region.site  # where sums travel: the collective that makes them
         self.schedule = schedule
         self.tag = tag
         self.after = after
@@ -109,8 +111,10 @@ class _Writer:
         results.update({block: self._block(block, rank, results) for block, rank in self.region.blocks_read_outside()})
         results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
         results.update(self.totals)
-        if not self.region.is_gather:
-            results[self.site.wait] = self._summed_result() if self._reduces else self._exchanged_result()
+        if self._reduces:
+            results[self.summed.wait] = self._summed_result()
+        elif not self.region.is_gather:
+            results[self.site.wait] = self._exchanged_result()
         return results
 
     @property
@@ -159,7 +163,7 @@ class _Writer:
         for node, pieces in self.pieces.items():
             pieces[index] = local[node]
         if self._reduces:
-            self._accumulate(slice_, local[self.site.value])
+            self._accumulate(slice_, local[self.summed.value])
         elif not region.is_gather:
             self.held[slice_] = local[self.site.value]
 
@@ -224,12 +228,13 @@ class _Writer:
     # --- transfers --------------------------------------------------------------------------------------------------
 
     def _post(self, post: Post) -> None:
-        held = self.sums if self._reduces else self.held
+        carries_sums = self.schedule.carries_sums(post)
+        site, held = (self.summed, self.sums) if carries_sums else (self.site, self.held)
         slice_ = post.send.slice if post.send else post.recv.slice if post.recv else 0
         if post.send is not None:
-            sent = self._as_dtype(held[post.send.slice], tensor_of(self.site.value).dtype, slice_)
+            sent = self._as_dtype(held[post.send.slice], tensor_of(site.value).dtype, slice_)
         else:
-            sent = self._slice_like(held, slice_)  # nothing is sent: it only says what is received looks like
+            sent = self._slice_like(site, held, slice_)  # nothing is sent: it only says what is received looks like
         dst = post.send.peer if post.send else -1
         src = post.recv.peer if post.recv else -1
         label = (
@@ -247,13 +252,13 @@ class _Writer:
         )
         self.transfers[post.step] = (buffer, sent, post)
 
-    def _slice_like(self, held: dict[int, Node], slice_: int) -> Node:
+    def _slice_like(self, site: Site, held: dict[int, Node], slice_: int) -> Node:
         """A tensor like a slice as it travels: one at hand, or an empty one before the first is computed."""
-        value = tensor_of(self.site.value)
+        value = tensor_of(site.value)
         for node in held.values():
             if tensor_of(node).dtype == value.dtype:
                 return node
-        shape = local_shape(shape_of(self.site.value), Cut(self.site.dim), self.region.slices)
+        shape = local_shape(shape_of(site.value), Cut(site.dim), self.region.slices)
         members = {*self.region.members}
         source = next(o for node in self.region.members for o in tensor_operands(node) if o not in members)
         kwargs = {"dtype": value.dtype, "device": value.device}
@@ -265,7 +270,7 @@ class _Writer:
         data = self._emit("wait", ops.wait, (buffer, sent), slice_, step=step, pinned=True)
         if post.recv is None:
             return
-        if self._reduces:
+        if self.schedule.carries_sums(post):
             self.received[step] = data
         else:
             self.held[post.recv.slice] = data
@@ -277,7 +282,7 @@ class _Writer:
         if slice_ not in self.sums:
             self.sums[slice_] = value
             return
-        dtype = tensor_of(self.site.value).dtype
+        dtype = tensor_of(self.summed.value).dtype
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         terms = tuple(self._as_dtype(term, wide, slice_) for term in (self.sums[slice_], value))
         self.sums[slice_] = self._emit("add", aten.add.Tensor, terms, slice_)
@@ -289,7 +294,7 @@ class _Writer:
 
     def _summed_result(self) -> Node:
         """This rank's part of the sum, or all of it."""
-        site = self.site
+        site = self.summed
         parts = []
         everything = site.kind is Kind.ALL_REDUCE
         for slice_ in range(self.region.slices) if everything else self.schedule.owned_by(site.rank):

@@ -17,11 +17,11 @@ from math import prod
 from torch.fx import Graph, Node
 
 from ..options import Options
-from ..schedule import Kind
+from ..schedule import Kind, Schedule
 from ..schedule.choose import Choice, collective_us
 from .decide import Decision, decide, machine_of
 from .edit import Edit
-from .regions import plan_region
+from .regions import Region, plan_region
 from .separability import NotSeparable, example_shape, is_contiguous, tensor_of
 from .sites import Groups, Site, site_of
 
@@ -33,8 +33,7 @@ class Halves:
     """An all-reduce that is split in the graph, and how its halves are rewritten."""
 
     edit: Edit
-    scatter: Decision
-    gather: Decision
+    parts: list[tuple[Region, Schedule]]  # the reduce-scatter, and the all-gather
     saved_us: float  # against the plain all-reduce; what the split takes from other collectives is taken off
     reason: str
 
@@ -83,15 +82,15 @@ def _split_along(
     edit.replace(along.wait, joined)
     edit.dead = [along.collective, along.wait]
     try:
-        halves = [decide(_site(node, groups), options, reserved) for node in (scatter, gather)]
-        judged = _judge(along, halves[0], halves[1], options, wanted)
+        scattered, gathered = (decide(_site(node, groups), options, reserved) for node in (scatter, gather))
+        judged = _judge(along, scattered, gathered, options, wanted)
     except NotSeparable:
         judged = None
     if judged is None:
         edit.undo()
         return None
-    saved_us, reason = judged
-    return Halves(edit, halves[0], halves[1], saved_us, reason)
+    parts = [(half.region, half.best) for half in (scattered, gathered) if half.best is not None]
+    return Halves(edit, parts, *judged)
 
 
 def _site(node: Node, groups: Groups) -> Site:

@@ -113,7 +113,7 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
         wanted = " or ".join(str(ranks * m) for m in asked)
         raise OptionError.wrong("--m", f"rows that {wanted} (ranks times slices a rank) divides", args.m)
     rows = args.m // ranks
-    columns = args.k if kind.arrives_first else args.n
+    columns = max(args.k, args.n) if kind is Kind.CHAIN else args.k if kind.arrives_first else args.n
     region = Region(
         lambda m: machine.matmul_us(rows // m, args.k, args.n, dtype),
         rows * columns * DTYPE_BYTES[dtype],

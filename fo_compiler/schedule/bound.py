@@ -116,6 +116,9 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
                 Bound(ranks * m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some
             ]
         return max(bounds, key=lambda bound: bound.us)
+    if kind is Kind.CHAIN:
+        bounds += _chain_bounds(machine, ranks, m, cost, t_c, some, groups)
+        return max(bounds, key=lambda bound: bound.us)
     if machine.is_uniform and _is_half_duplex(machine):
         border = _Border.both_ways(machine, ranks, cost)
         count = (ranks - 1) * m
@@ -155,6 +158,8 @@ def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost,
     """What a rank has to do itself, and what contention makes of it."""
     scale = machine.scale(rank)
     messages = (ranks * m) if kind is Kind.ALL_REDUCE else (ranks - 1) * m
+    if kind is Kind.CHAIN and machine.is_uniform:
+        messages *= 2  # one that arrives and one that leaves; on unlike ranks the average is not everybody's
     work = ranks * m * cost.compute_us * scale + messages * machine.post_us
     if kind.reduces:
         # Somebody adds N - 1 partial sums for each slice; only on alike ranks is the average everybody's.
@@ -204,6 +209,37 @@ def _all_reduce_bounds(
     latency_us, ports_GBps = _all_ports(machine, ranks)
     total = 2 * (ranks - 1) * slices * cost.slice_bytes / (ports_GBps * BYTES_PER_US_PER_GBPS)
     bounds.append(Bound(first + latency_us + total, f"{2 * (ranks - 1) * slices} messages through all ports"))
+    return bounds
+
+
+def _chain_bounds(
+    machine: Machine,
+    ranks: int,
+    m: int,
+    cost: RegionCost,
+    t_c: list[float],
+    some: list[int],
+    groups: list[frozenset[int]],
+) -> list[Bound]:
+    """n slices have to enter each rank and are computed there, and a sum of each has to leave it."""
+    n = (ranks - 1) * m
+    bounds = []
+    for r in some:
+        in_ = _Border.of(machine, ranks, [r], cost, mirrored=False)
+        out = _Border.of(machine, ranks, [r], cost, mirrored=True)
+        bounds += [
+            Bound(in_.nth_us(1) + n * t_c[r] + out.nth_us(1), f"the foreign slices of rank {r} between two transfers"),
+            Bound(in_.nth_us(n) + t_c[r] + out.nth_us(1), f"{n} slices enter rank {r}, and the last one leaves"),
+        ]
+        if machine.is_uniform:
+            border = _Border.both_ways(machine, ranks, cost) if _is_half_duplex(machine) else in_
+            count = (4 if _is_half_duplex(machine) else 2) * n
+            bounds.append(Bound(border.nth_us(count), f"{count} slices and sums through one port"))
+    for group in (*groups, *(frozenset({r}) for r in some)):
+        for mirrored in (False, True):
+            # Every slice crosses the border: to be computed on the other side, or as a sum on its way home.
+            border = _Border.of(machine, ranks, group, cost, mirrored=mirrored)
+            bounds.append(Bound(border.nth_us(ranks * m), f"{ranks * m} slices and sums cross a border"))
     return bounds
 
 

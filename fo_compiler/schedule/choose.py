@@ -41,7 +41,7 @@ class Region:
 
     - `compute_us(m)`: time of the body on one slice when every rank's share is cut in `m` (kernel launches included)
     - `slice_bytes`: bytes of one rank's slice at m = 1: the shard of a gather, the scattered part of a reduce-scatter,
-      1 / N of an all-reduce, one block of an all-to-all
+      1 / N of an all-reduce, one block of an all-to-all, the larger of the two of a chain
     - `whole_compute_us`: time of the uncut body; None = N slices at m = 1
     - `add_us(m)`: time to add one received partial sum; None = by the machine's memory bandwidth
     """
@@ -116,6 +116,8 @@ def collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) 
     """Time of the plain collective: as the machine measured it, else the best of our own schedules without compute."""
     if ranks == 1:
         return 0.0
+    if kind is Kind.CHAIN:
+        return sum(collective_us(half, machine, ranks, slice_bytes) for half in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
     measured_us = machine.collective_us(kind, ranks, slice_bytes)
     return _collective_us(kind, machine, ranks, slice_bytes) if measured_us is None else measured_us
 
@@ -144,6 +146,8 @@ def ranks_per_node(machine: Machine, ranks: int) -> int | None:
 
 def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
+    if kind is Kind.CHAIN:
+        return tuple(FAMILIES[kind])
     if is_irregular(machine):
         return (*FAMILIES[kind], SEARCHED) if ranks <= LARGE_GROUP or not kind.is_all_to_all else ("direct", SEARCHED)
     if kind.is_all_to_all:  # to relay slices only pays where links differ

@@ -84,6 +84,8 @@ def closed_form(kind: Kind, family: str) -> ClosedForm | None:
     add = t_a if kind.reduces else Integer(0)
     if kind is Kind.ALL_REDUCE:
         return _all_reduce(family)
+    if kind is Kind.CHAIN:
+        return None
     if family == "ring" and not kind.is_all_to_all:
         return ClosedForm(_chain(add), S.true, _hidden(add))
     if family == "direct":

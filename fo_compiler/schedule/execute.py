@@ -104,16 +104,13 @@ class World(Generic[V]):
         if slice_ in state.computed:
             raise self.fail(state, action, "computes the slice a second time")
         kind = self.schedule.kind
-        if kind.arrives_first:
-            if slice_ not in state.ready:
-                raise self.fail(state, action, "computes a slice that has not been awaited")
-            state.computed[slice_] = self.compute(state.rank, slice_, state.ready[slice_])
-            return
-        made = self.compute(state.rank, slice_, None)
+        if kind.arrives_first and slice_ not in state.ready:
+            raise self.fail(state, action, "computes a slice that has not been awaited")
+        made = self.compute(state.rank, slice_, state.ready[slice_] if kind.arrives_first else None)
         state.computed[slice_] = made
         if kind.reduces:
             self._accumulate(state, slice_, made)
-        else:
+        elif not kind.arrives_first:
             state.ready[slice_] = made
 
     def _accumulate(self, state: RankState[V], slice_: int, value: V) -> None:
@@ -124,7 +121,7 @@ class World(Generic[V]):
             raise self.fail(state, action, "posts the same step twice")
         turn = -1
         if action.send is not None:
-            held = state.sums if self.schedule.kind.reduces else state.ready
+            held = state.sums if self.schedule.carries_sums(action) else state.ready
             if action.send.slice not in held:
                 raise self.fail(state, action, "sends a slice that it does not hold")
             self.sent[state.rank, action.send.peer].append((action.send.slice, held[action.send.slice]))
@@ -144,7 +141,7 @@ class World(Generic[V]):
             slice_, value = arrived[turn]
             if slice_ != post.recv.slice:
                 raise self.fail(state, post, f"gets slice {slice_} from rank {post.recv.peer}, not the one expected")
-            if self.schedule.kind.reduces:
+            if self.schedule.carries_sums(post):
                 state.inbox[step] = (slice_, value)
             else:
                 state.ready[slice_] = value

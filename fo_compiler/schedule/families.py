@@ -12,6 +12,8 @@ computes), `hop = p // m` the distance of its owner.
     direct          every transfer goes straight to (or comes straight from) the owner
     two_level       for nodes of ranks (`two_level.py`)
 
+A chain of gather and scatter has a ring and a direct form (`chain.py`).
+
 A kind in which results leave is the reverse of one in which slices arrive (`transform.py`).
 
 Source: arXiv 2604.24013, section 3.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .chain import direct_chain, ring_chain
 from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Wait
 from .transform import all_reduce, reverse
 from .two_level import two_level_all_gather, two_level_all_to_all
@@ -211,6 +214,7 @@ FAMILIES: dict[Kind, dict[str, Callable[[int, int], Program]]] = {
         "ring": ring_all_to_all,
         "bidirectional": bidirectional_all_to_all,
     },
+    Kind.CHAIN: {"ring": ring_chain, "direct": direct_chain},
     Kind.ALL_TO_ALL_OUT: {
         "direct": _out_of(direct_all_to_all),
         "ring": _out_of(ring_all_to_all),
@@ -227,8 +231,9 @@ def build(kind: Kind, family: str, ranks: int, slices_per_rank: int = 1, ranks_p
     Raises ValueError for a family that does not exist, for counts below 1, or for nodes that do not fill the group.
     """
     families = FAMILIES[kind]
-    if family not in families and family != TWO_LEVEL:
-        known = ", ".join([*families, TWO_LEVEL])
+    levels = [] if kind is Kind.CHAIN else [TWO_LEVEL]
+    if family not in (*families, *levels):
+        known = ", ".join([*families, *levels])
         raise ValueError(f"no schedule family {family!r} for {kind}: expected one of {known}")
     if ranks < 1 or slices_per_rank < 1:
         raise ValueError(f"expected ranks >= 1 and slices_per_rank >= 1, got {ranks} and {slices_per_rank}")
@@ -253,6 +258,6 @@ def _two_level(kind: Kind, ranks: int, m: int, k: int) -> Program:
             return all_reduce(two_level_all_gather(ranks, 1, k), m)
         case Kind.ALL_TO_ALL:
             return two_level_all_to_all(ranks, m, k)
-        case Kind.ALL_TO_ALL_OUT:
+        case _:
             exchange = two_level_all_to_all(ranks, m, k)
             return reverse(exchange, reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))

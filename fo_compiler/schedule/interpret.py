@@ -40,6 +40,26 @@ def interpret_reduce_scatter(schedule: Schedule, partial: Callable[[int, int], T
     return [[state.sums[s] for s in schedule.owned_by(state.rank)] for state in world.run()]
 
 
+def interpret_chain(
+    schedule: Schedule, shards: Sequence[Sequence[Tensor]], body: Callable[[int, Tensor], Tensor]
+) -> list[list[Tensor]]:
+    """Gather `shards[rank][part]` under `body(rank, slice)`, and sum its results over the ranks.
+
+    Returns for each rank the sums of the `m` slices that it owns.
+    """
+    assert schedule.kind is Kind.CHAIN
+    m = schedule.slices_per_rank
+
+    def compute(rank: int, slice_: int, value: Tensor | None) -> Tensor:
+        assert value is not None
+        return body(rank, value)
+
+    world: World[Tensor] = World(
+        schedule, compute, add=lambda a, b: a + b, own=lambda slice_: shards[slice_ // m][slice_ % m]
+    )
+    return [[state.sums[s] for s in schedule.owned_by(state.rank)] for state in world.run()]
+
+
 def interpret_all_reduce(schedule: Schedule, partial: Callable[[int, int], Tensor]) -> list[list[Tensor]]:
     """Sum `partial(rank, slice)` over the ranks. Returns for each rank the sums of all `N * m` slices."""
     assert schedule.kind is Kind.ALL_REDUCE

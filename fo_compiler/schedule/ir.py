@@ -7,6 +7,8 @@ For three kinds slice `owner * m + part` is *owned* by one rank, and every rank 
 - `ALL_GATHER`: the owner holds the slice at the start.
 - `REDUCE_SCATTER`: every rank computes a partial sum; the owner holds the full sum at the end.
 - `ALL_REDUCE`: likewise, and in the end every rank holds every full sum. The owner is where a sum is finished.
+- `CHAIN`: an all-gather and a reduce-scatter of the same slices. The owner holds a slice at the start, every rank
+  computes a partial sum from it, and the owner holds the full sum at the end.
 
 For an all-to-all slice `(source * N + destination) * m + part` goes from one rank to one other:
 
@@ -31,11 +33,12 @@ class Kind(str, Enum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     ALL_TO_ALL_OUT = "all_to_all_out"
+    CHAIN = "chain"
 
     @property
     def reduces(self) -> bool:
-        """Whether what travels are partial sums (else slices, unchanged)."""
-        return self in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+        """Whether partial sums travel (else slices, unchanged; in a chain both do)."""
+        return self in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.CHAIN)
 
     @property
     def is_all_to_all(self) -> bool:
@@ -43,11 +46,15 @@ class Kind(str, Enum):
 
     @property
     def arrives_first(self) -> bool:
-        """Whether the body computes on what arrives (else what it computes leaves)."""
-        return self in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+        """Whether the body computes on what arrives (else it only makes what leaves)."""
+        return self in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.CHAIN)
 
     def __str__(self) -> str:
         return self.value
+
+
+# The kinds that are one collective.
+COLLECTIVES = tuple(kind for kind in Kind if kind is not Kind.CHAIN)
 
 
 class Stream(str, Enum):
@@ -86,12 +93,16 @@ class Compute:
 
 @dataclass(frozen=True)
 class Post:
-    """Start the transfers of one step together, without waiting. `step` numbers the posts of a rank."""
+    """Start the transfers of one step together, without waiting. `step` numbers the posts of a rank.
+
+    In a chain `sums` says that running sums travel, on their way to the owner, and not slices that the body computes on.
+    """
 
     step: int
     send: Send | None
     recv: Recv | None
     stream: Stream = Stream.COMM
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,10 @@ class Schedule:
             return self.destined_to(rank)
         return self.owned_by(rank) if self.kind is Kind.ALL_TO_ALL_OUT else range(self.slices)
 
+    def carries_sums(self, post: Post) -> bool:
+        """Whether running sums travel in `post` (else slices, unchanged)."""
+        return post.sums if self.kind is Kind.CHAIN else self.kind.reduces
+
     def slice_name(self, slice_: int, rank: int | None = None) -> str:
         """`owner` or `owner.part`, in an all-to-all `source>destination`; with a `*` where `rank` is the owner."""
         group, part = divmod(slice_, self.slices_per_rank)
@@ -211,19 +226,21 @@ class Schedule:
                 return Add(self.shifted_slice(slice_, by), step, stream)
             case Store(slice_, step, stream):
                 return Store(self.shifted_slice(slice_, by), step, stream)
-            case Post(step, send, recv, stream):
+            case Post(step, send, recv, stream, sums):
                 return Post(
                     step,
                     send and Send(self.shifted_slice(send.slice, by), self.shifted_rank(send.peer, by)),
                     recv and Recv(self.shifted_slice(recv.slice, by), self.shifted_rank(recv.peer, by)),
                     stream,
+                    sums,
                 )
             case Wait():
                 return action
 
     def describe(self) -> str:
         """Short name for records: `ring` or, with several slices a rank, `ring x4`."""
-        return self.family if self.slices_per_rank == 1 else f"{self.family} x{self.slices_per_rank}"
+        family = f"chain {self.family}" if self.kind is Kind.CHAIN else self.family
+        return family if self.slices_per_rank == 1 else f"{family} x{self.slices_per_rank}"
 
 
 def posts(program: Sequence[Action]) -> list[Post]:

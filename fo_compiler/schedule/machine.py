@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MachineError
-from .ir import Kind
+from .ir import COLLECTIVES, Kind
 from .machine_json import decode, encode
 from .matmul import MatmulModel, Roofline, dtype_name
 from .network import Fabric, Network, Uniform
@@ -36,7 +36,7 @@ class CollectiveTime:
     bandwidth_GBps: float
 
     def __post_init__(self) -> None:
-        kinds = [kind.value for kind in Kind if kind is not Kind.ALL_TO_ALL_OUT]
+        kinds = [kind.value for kind in COLLECTIVES if kind is not Kind.ALL_TO_ALL_OUT]
         if self.kind not in kinds:
             raise MachineError.wrong("kind", f"one of {', '.join(kinds)}", self.kind)
 

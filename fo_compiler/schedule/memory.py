@@ -28,16 +28,20 @@ def _peak(schedule: Schedule, program: Program, rank: int) -> int:
     for at, action in enumerate(program):
         match action:
             case Post(step, send, recv):
+                sums = schedule.carries_sums(action)
                 if recv is not None:
                     # Partial sums arrive in a buffer of their own, one a step; slices are told apart by number.
-                    use(("step", step) if schedule.kind.reduces else ("slice", recv.slice), at)
-                    use(("step", step) if schedule.kind.reduces else ("slice", recv.slice), waited[step])
+                    use(("step", step) if sums else ("slice", recv.slice), at)
+                    use(("step", step) if sums else ("slice", recv.slice), waited[step])
                 if send is not None and not _is_own(schedule, send.slice, rank):
-                    use(("slice", send.slice), at)
-                    use(("slice", send.slice), waited[step])
+                    use(("sum" if sums else "slice", send.slice), at)
+                    use(("sum" if sums else "slice", send.slice), waited[step])
             case Compute(slice_):
                 if not _is_own(schedule, slice_, rank):
-                    use(("slice", slice_), at)
+                    if schedule.kind.reduces:
+                        use(("sum", slice_), at)
+                    if schedule.kind.arrives_first or not schedule.kind.reduces:
+                        use(("slice", slice_), at)
             case Add(_, step) | Store(_, step):
                 use(("step", step), at)
             case _:

@@ -20,7 +20,7 @@ def verify(schedule: Schedule) -> None:
     # A value is the multiset of (rank, slice) contributions it is made of.
     world: World[tuple[tuple[int, int], ...]] = World(
         schedule,
-        compute=lambda rank, slice_, value: ((rank, slice_),) if value is None else value,
+        compute=lambda rank, slice_, value: ((rank, slice_),) if schedule.kind.reduces or value is None else value,
         add=lambda a, b: a + b,
         own=lambda slice_: ((schedule.owner(slice_), slice_),),
     )
