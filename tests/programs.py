@@ -426,6 +426,31 @@ def all_reduce_stacks(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[to
     return p.finish([matmul(p, draw, x), *p.leaves])
 
 
+@st.composite
+def chain_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torch.dtype]) -> Program:
+    """all-gather -> steps, one or two matmuls -> reduce-scatter along any dim, sums of them too; others read the body."""
+    p = Program(draw(ranks), draw(st.sampled_from(dtypes)))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+    dim = draw(st.integers(0, len(sizes) - 1))
+    sizes[dim] *= draw(st.sampled_from([1, 2, 4]))
+    x = all_gather(p, p.input(*sizes), dim)
+    y = steps(p, draw, x, 1)
+    for _ in range(draw(st.sampled_from([1, 1, 2]))):
+        y = steps(p, draw, matmul(p, draw, y), 1)
+    if draw(st.booleans()):
+        p.leaves.append(p.call(aten.mm.default, p.input(2, shape(flat(p, x))[0]), flat(p, x)))
+    dims = [d for d, size in enumerate(shape(y)) if size % p.ranks == 0]
+    if not dims:
+        return p.finish([y, *p.leaves])
+    op = draw(st.sampled_from(["sum", "sum", "avg"]))
+    out = draw(st.sampled_from([dims[0], *dims]))
+    result = reduce_scatter(p, y, out, op)
+    if draw(st.booleans()):
+        other = reduce_scatter(p, p.call(aten.mul.Tensor, y, p.input(*shape(y))), out, op)
+        result = p.call(aten.add.Tensor, result, other)
+    return p.finish([steps(p, draw, result, 1), *p.leaves])
+
+
 # --- eight bits ---------------------------------------------------------------------------------------------------------
 
 

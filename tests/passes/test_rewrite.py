@@ -110,9 +110,9 @@ def test_two_regions_one_feeding_the_other() -> None:
     assert [record.rewritten for record in records] == [True, True]
 
 
-def test_a_matmul_between_a_gather_and_a_scatter_belongs_to_one_of_them() -> None:
+def test_a_matmul_between_a_gather_and_a_scatter_along_another_dim_belongs_to_one_of_them() -> None:
     inputs = on_each_rank(2, (4, 6), (6, 8))
-    gm = capture(lambda x, w: reduce_scatter(all_gather(x, 0, 2) @ w, 0, 2), inputs[0])
+    gm = capture(lambda x, w: reduce_scatter(all_gather(x, 0, 2) @ w, 1, 2), inputs[0])
     gather, scatter = assert_equivalent(gm, inputs).records
     assert gather.rewritten
     assert not scatter.rewritten

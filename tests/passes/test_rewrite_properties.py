@@ -14,6 +14,7 @@ from tests.programs import (
     Program,
     all_reduce_stacks,
     attention_programs,
+    chain_programs,
     gather_programs,
     scatter_programs,
     several_programs,
@@ -42,8 +43,9 @@ def check(program: Program, options: Options, seed: int) -> None:
     tolerance = TOLERANCE[program.dtype]
     published = assert_equivalent(program.module, program.make_inputs(seed), options, rtol=tolerance, atol=tolerance)
     for record in published.records:
-        halves = " in halves" if " + " in (record.schedule or "") else ""
-        event(f"{record.collective.partition(' ')[0]}: {'rewritten' if record.rewritten else 'left'}{halves}")
+        schedule = record.schedule or ""
+        how = " in halves" if " + " in schedule else " in a chain" if schedule.startswith("chain") else ""
+        event(f"{record.collective.partition(' ')[0]}: {'rewritten' if record.rewritten else 'left'}{how}")
 
 
 @PROFILE
@@ -73,6 +75,12 @@ def test_coalesced_and_repeated_collectives_give_the_same(program: Program, opti
 @settings(PROFILE, max_examples=EXAMPLES // 8)
 @given(all_reduce_stacks(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_layers_that_end_in_all_reduces_are_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 8)
+@given(chain_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_what_lies_between_a_gather_and_a_scatter_is_unchanged(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
