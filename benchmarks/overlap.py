@@ -51,6 +51,7 @@ from fo_compiler.schedule.network import Network, TwoLevel, Uniform
 RATIOS = (0.5, 1.0, 0.2, 2.0)  # T_comm / T_comp; the most telling first, in case that time runs out
 LINKS = ("uniform", "slow_link", "nodes")
 LEAST_REPEATS = 3
+CASE_S = 200  # at most, for a case: the process group gives up after 120 s
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def measure(world: World, case: Case, options: dict[str, Any], setup: Setup, lin
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(machine.to_json())
         file.flush()
-        results = world.run(run_ways, case, file.name, options, setup.repeats, setup.budget_s)
+        results = world.run(run_ways, case, file.name, options, setup.repeats, setup.budget_s, timeout_s=CASE_S)
     return {
         **_named(case, setup),
         **summary(slowest([result[0] for result in results]), case, links.network),
@@ -190,7 +191,7 @@ def _named(case: Case, setup: Setup) -> dict[str, Any]:
 def links_measured(world: World, case: Case, shaping: Shaping | None) -> Links:
     """Links and collectives, measured at the sizes that a case uses."""
     alike = shaping is None or shaping.nodes > 1 or shaping.slow_rank is None
-    links, collectives = world.run(measure_links, case, alike)[0]
+    links, collectives = world.run(measure_links, case, alike, timeout_s=CASE_S)[0]
     network = network_of(links, case.ranks, True) if not alike else _network(links, case.ranks, shaping)
     times = (CollectiveTime(k.value, case.ranks, fit.latency_us, fit.bandwidth_GBps) for k, fit in collectives.items())
     return Links(network, tuple(times))
@@ -238,13 +239,13 @@ def run(cases: list[Case], setup: Setup, options: dict[str, Any], end: float) ->
 
 
 def sweep_cases(args: argparse.Namespace, ranks: int, shaping: Shaping | None) -> list[Case]:
-    """All ratios of communication to compute, kind by kind: the links stay, the compute changes."""
+    """All kinds at one ratio of communication to compute, then at the next: the links stay, the compute changes."""
     slice_ms = args.slice_mb * 2**20 * 8 / (shaping.slowest if shaping else 8e9) * 1e3
     cases = [Case(kind, ranks, args.slice_mb, 1.0, args.compute) for kind in args.kind or KINDS]
     return [
         replace(case, slice_ms=case.crossings * (ranks - 1) * slice_ms / ratio / ranks)
-        for case in cases
         for ratio in args.ratio or RATIOS
+        for case in cases
     ]
 
 
@@ -268,7 +269,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=7, help="of a case, where the budget has room for them")
     made.add_argument("--budget-s", type=float, default=30.0, help="for the repeats of one case")
     made.add_argument(
-        "--minutes", type=float, default=60.0, help="of a sweep; what does not fit is listed as not measured"
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="for each number of ranks; what does not fit is listed as not measured",
     )
     made.add_argument("--ratio", type=float, action="append", help="of a sweep; may be repeated")
     made.add_argument("--sweep", action="store_true", help="all kinds and ratios")
@@ -283,7 +287,6 @@ def main(arguments: list[str] | None = None) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    end = time.monotonic() + args.minutes * 60
     options = {"rewrite": args.rewrite, "schedule": args.schedule, "slices_per_rank": args.slices_per_rank}
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks or ((2, 4) if args.sweep else (4,)):
@@ -299,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
             cases = sweep_cases(args, ranks, shaping)
         else:
             cases = [Case((args.kind or ["all_gather"])[0], ranks, args.slice_mb, args.slice_ms, args.compute)]
-        for row in run(cases, setup, options, end):
+        for row in run(cases, setup, options, time.monotonic() + args.minutes * 60):
             rows.append(row)
             say(table([row]).splitlines()[-1])
             if args.out:  # what is measured is not lost when the run is ended

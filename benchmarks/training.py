@@ -252,6 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=6.0, help="at most, for each number of ranks")
     parser.add_argument("--out", type=Path, help="write the results to this file, after each number of ranks")
     args = parser.parse_args(arguments)
     sizes = {name: getattr(args, name) for name in ("layers", "dim", "hidden", "batch", "seq_len")}
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
             with World(ranks, shaping, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
                 machine = f"{directory}/machine.json"
                 world.run(calibrate, machine)
-                row |= conclude(world.run(train, machine, sizes, args.steps))
+                row |= conclude(world.run(train, machine, sizes, args.steps, timeout_s=args.minutes * 60))
         except (RuntimeError, TimeoutError) as error:
             print(f"FAILED: {ranks} ranks: {error}", file=sys.stderr, flush=True)
             row["failed"] = f"failed: {why(error)}"

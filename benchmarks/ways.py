@@ -36,10 +36,11 @@ class _Built:
     ways: dict[str, Way]
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def _built(case: Case) -> _Built:
-    torch.compiler.reset()
-    torch.compiler.config.recompile_limit = 100  # one module, compiled with the options of every case
+    torch.compiler.config.recompile_limit = (
+        200  # one module, compiled for every kind and with the options of every case
+    )
     region, x = Region(case), example_input(case)
     inductor = torch.compile(region, backend="inductor")
     alone = torch.compile(region.body, backend="inductor")

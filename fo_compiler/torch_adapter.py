@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
@@ -36,10 +36,15 @@ if TORCH_VERSION < OLDEST:
 
 def resolve_process_group(group_name: str) -> ProcessGroup:
     """The process group with this name (torch.distributed.distributed_c10d, 2.11 to 2.14)."""
+    group: ProcessGroup = _c10d()._resolve_process_group(cast(Any, group_name))
+    return group
+
+
+@cache  # an import statement in a function that runs for every message is a third of its time
+def _c10d() -> Any:
     import torch.distributed.distributed_c10d as c10d
 
-    group: ProcessGroup = c10d._resolve_process_group(cast(Any, group_name))  # type: ignore[attr-defined, unused-ignore]
-    return group
+    return c10d
 
 
 def group_store(group: ProcessGroup) -> Store | None:

@@ -77,7 +77,7 @@ def _exchange(
     event: int = streams.NO_EVENT,
     transport: str = "c10d",
 ) -> Tensor:
-    recv = torch.empty(send.shape, dtype=send.dtype, device=send.device)
+    recv = torch.empty_like(send, memory_format=torch.contiguous_format)
     if not recv.numel():  # never without memory, so that the address of an empty buffer is its own, too
         recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(send.shape)
     sent = send if send.is_contiguous() else send.contiguous()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -169,6 +170,8 @@ class C10dTransport:
         self.agreements = Agreements()
         self._sender = _Sender()
         self._runs: defaultdict[str, _Run] = defaultdict(_Run)
+        # By group and type of device: to ask is half as dear as to receive.
+        self._coalescing: WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = WeakKeyDictionary()
 
     def meeting(self, group_name: str) -> Meeting | None:
         group = resolve_process_group(group_name)
@@ -193,7 +196,7 @@ class C10dTransport:
                 f"another thread has begun to run a graph of group {group_name!r} before this one was done; run the graphs "
                 "of a group from one thread at a time, in the same order on all ranks"
             )
-        if not coalesces(group, (send or recv or _NOTHING)[0].device):
+        if not self._coalesces(group, (send or recv or _NOTHING)[0].device):
             # Straight to the process group, in half the time of the functions that check and batch.
             received = [group.recv([recv[0]], recv[1], run.receive_tag(recv[1]))] if recv is not None else []
             if send is None:
@@ -204,6 +207,12 @@ class C10dTransport:
         # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
         ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, (tensor, peer) in _directions(send, recv)]
         return _C10dTransfer(run, dist.batch_isend_irecv(ops), recv and recv[0], send and send[0])
+
+    def _coalesces(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        by_device = self._coalescing.setdefault(group, {})
+        if device.type not in by_device:
+            by_device[device.type] = coalesces(group, device)
+        return by_device[device.type]
 
 
 _NOTHING = (torch.empty(0), -1)

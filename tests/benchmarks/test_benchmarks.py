@@ -107,7 +107,7 @@ def test_links_between_two_nodes_are_a_network_of_two_levels() -> None:
     links = {
         (a, (a + 1) % 4): LinkFit(bandwidth_GBps=0.05 if (a, (a + 1) % 4) in crossing else 0.1, **fit) for a in range(4)
     }
-    world = SimpleNamespace(run=lambda *_: [(links, {Kind.ALL_TO_ALL: LinkFit(bandwidth_GBps=0.01, **fit)})])
+    world = SimpleNamespace(run=lambda *_, **__: [(links, {Kind.ALL_TO_ALL: LinkFit(bandwidth_GBps=0.01, **fit)})])
     measured = overlap.links_measured(world, CASE, Shaping("1gbit", nodes=2))  # type: ignore[arg-type]
     found = measured.network
     assert [(c.kind, c.ranks, c.bandwidth_GBps) for c in measured.collectives] == [("all_to_all", 4, 0.01)]

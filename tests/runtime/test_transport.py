@@ -87,6 +87,19 @@ def test_without_batches_the_receive_is_posted_first_and_the_send_by_another_thr
     assert threading.get_ident() not in group.threads
 
 
+def test_how_a_group_posts_is_asked_once_and_again_of_another_group_of_the_same_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[FakeGroup] = []
+    monkeypatch.setattr(transport, "coalesces", lambda group, device: asked.append(group) is not None)
+    c10d, groups = C10dTransport(), [FakeGroup(), FakeGroup()]
+    for group in groups:  # as after destroy_process_group
+        monkeypatch.setattr(transport, "resolve_process_group", lambda name, group=group: group)
+        for _ in range(3):
+            c10d.post("0", None, (torch.empty(2), 1)).wait()
+    assert asked == groups
+
+
 def test_a_receive_alone_needs_no_thread(group: FakeGroup) -> None:
     C10dTransport().post("0", None, (torch.empty(2), 1)).wait()
     assert [call[:2] for call in group.calls] == [("recv", 1)]
