@@ -4,6 +4,7 @@
                   afterwards those that were left alone are coalesced again: all of them, and the graph is as it was
     repeated      two equal collectives of the same tensor  ->  the first one, read by all
                   also what is done with both results in the same way, as the blocks of a gather along another dim
+    waits         of one collective, or of what was awaited already  ->  the first one
 
 What remains of them in the records: a coalesced collective has one record if it stays whole, and one a part if not; a
 repeated one has the verdict of the first.
@@ -61,6 +62,8 @@ class SingleCollectives:
         self.graph = graph
         nodes = list(graph.nodes) if enabled else []
         self.coalesced = [c for node in nodes if (c := self._split(node)) is not None]
+        for node in [node for node in graph.nodes if is_collective(node)] if enabled else ():
+            self._wait_once(node)
         self.repeated = self._merge(n for n in nodes if n.target not in SINGLE_OF and is_collective(n))
 
     def finish(self, records: Mapping[str, Record]) -> tuple[list[Record], dict[str, bool]]:
@@ -128,6 +131,19 @@ class SingleCollectives:
             item.name = name
         node.name = c.name
         return True
+
+    # --- waits ------------------------------------------------------------------------------------------------------
+
+    def _wait_once(self, node: Node) -> None:
+        waits = sorted(user for user in node.users if user.target is WAIT)
+        others = waits[1:]
+        for wait in waits:
+            others += [user for user in wait.users if user.target is WAIT]
+        for other in others:
+            other.replace_all_uses_with(waits[0], propagate_meta=False)
+            self.graph.erase_node(other)
+        if others:
+            self._wait_once(node)
 
     # --- repeated ---------------------------------------------------------------------------------------------------
 

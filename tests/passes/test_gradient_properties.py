@@ -22,26 +22,26 @@ class AllGather(torch.autograd.Function):
     """Gather along a dim; its gradient is reduce-scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranks: int) -> Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return all_gather(x, dim, ranks)
+    def forward(ctx: Any, x: Tensor, dim: int, ranks: int, group: str = "0") -> Tensor:
+        ctx.where = dim, ranks, group
+        return all_gather(x, dim, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.ranks), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter(grad, *ctx.where), None, None, None
 
 
 class ReduceScatter(torch.autograd.Function):
     """Sum over ranks and scatter along a dim; its gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, ranks: int) -> Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return reduce_scatter(x, dim, ranks)
+    def forward(ctx: Any, x: Tensor, dim: int, ranks: int, group: str = "0") -> Tensor:
+        ctx.where = dim, ranks, group
+        return reduce_scatter(x, dim, ranks, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad.contiguous(), ctx.dim, ctx.ranks), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather(grad.contiguous(), *ctx.where), None, None, None
 
 
 class Enter(torch.autograd.Function):

@@ -174,3 +174,17 @@ def test_a_gathered_list_that_feeds_two_cats_is_gathered_slice_by_slice(copies: 
     shapes = ((4, 6), (12, 3), (6, 5))
     (record,) = assert_equivalent(capture(f, tensors(*shapes)), on_each_rank(RANKS, *shapes)).records
     assert record.region
+
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_what_was_awaited_already_is_not_awaited_again(again: int) -> None:
+    def f(x: Tensor, w: Tensor) -> list[Tensor]:
+        pending = c10d.all_gather_into_tensor(x, RANKS, "0")
+        results = []
+        for _ in range(again):  # user code waits for what tracing awaited
+            whole = c10d.wait_tensor(pending)
+            results.append(c10d.wait_tensor(c10d.wait_tensor(whole)) @ w)
+        return results
+
+    (record,) = assert_equivalent(capture(f, tensors((4, 6), (6, 8))), on_each_rank(RANKS, (4, 6), (6, 8))).records
+    assert len(record.region) == again
