@@ -110,12 +110,13 @@ def fitting_tiles(target: str, kind: str, heavy: bool) -> tuple[Tile, ...]:
 
 
 def target_for(capability: tuple[int, int]) -> str:
-    """The row of the table for a device: the newest architecture that it contains. Raises KernelError before sm_80."""
-    number = capability[0] * 10 + capability[1]
-    known = [target for target in TARGETS if int(target.removeprefix("sm_")) <= number]
-    if not known:
+    """The row of the table for a device. Raises KernelError before compute capability 8.0.
+
+    A kind of GPU that is not in the table (workstations, 12.x) gets the row that asks least of it: 48 KB and `mma.sync`.
+    """
+    if capability < (8, 0):
         raise KernelError.wrong("device", "compute capability 8.0 or newer", f"{capability[0]}.{capability[1]}")
-    return known[-1]
+    return {9: "sm_90", 10: "sm_100", 11: "sm_100"}.get(capability[0], "sm_80")
 
 
 def _row(target: str) -> dict[str, tuple[Tile, ...]]:
