@@ -46,7 +46,7 @@ def fuzz(examples: int) -> Any:
 
 
 @pytest.mark.slow
-@fuzz(EXAMPLES // 5)
+@fuzz(EXAMPLES // 8)
 @given(cases, forced, st.booleans())
 def test_random_programs_give_what_they_give_with_plain_collectives(
     case: tuple[int, Recipe], options: Options, gradients: bool
