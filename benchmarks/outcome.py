@@ -13,7 +13,7 @@ from fo_compiler.schedule.bound import Bound, lower_bound
 from fo_compiler.schedule.choose import DEFAULT_SLICES_PER_RANK
 from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.matmul import MatmulPoint, Measured
-from fo_compiler.schedule.network import Matrix, Network, Uniform
+from fo_compiler.schedule.network import Matrix, Network
 from fo_compiler.schedule.simulate import RegionCost
 
 from .regions import Case
@@ -61,16 +61,20 @@ def summary(times: Times, case: Case, network: Network) -> dict[str, Any]:
 
 
 def told(records: list[Record]) -> dict[str, Any]:
-    """What the backend did, and the time that it predicted: the sum over the regions, each as it was decided."""
-    schedules = [record.schedule for record in records if record.rewritten]
-    predicted = [predicted_ms(record) for record in records]
+    """What the backend did, and the time that it predicted: the sum over the regions, each as it was decided.
+
+    The two collectives of a chain that is one region have one reason.
+    """
+    regions = list({(record.region or record.collective, record.reason): record for record in records}.values())
+    schedules = [record.schedule for record in regions if record.rewritten]
+    predicted = [predicted_ms(record) for record in regions]
     known = [ms for ms in predicted if ms is not None]
     return {
-        "rewritten": len(schedules),
+        "rewritten": sum(record.rewritten for record in records),
         "collectives": len(records),
         "schedule": " + ".join(map(str, schedules)) or None,
         "predicted_ms": round(sum(known), 3) if known else None,
-        "reason": "; ".join(record.reason for record in records),
+        "reason": "; ".join(record.reason for record in regions),
     }
 
 
@@ -90,21 +94,13 @@ def bound_of(case: Case, compute_us: float, network: Network) -> Bound:
     """The least that the region can take on these links, over all numbers of slices; sums and posts are free."""
     machine = Machine("bound", "measured links", network, Measured((MatmulPoint(1, 1, 1, "fp32", 1.0),), 1e9))
 
-    def of_kind(kind: Kind, us: float) -> Bound:
-        bounds = (
-            lower_bound(kind, machine, case.ranks, m, RegionCost(us / case.ranks / m, case.slice_bytes / m))
-            for m in DEFAULT_SLICES_PER_RANK
+    bounds = (
+        lower_bound(
+            Kind(case.kind), machine, case.ranks, m, RegionCost(compute_us / case.ranks / m, case.slice_bytes / m)
         )
-        return min(bounds, key=lambda bound: bound.us)
-
-    if case.kind != "chain":
-        return of_kind(Kind(case.kind), compute_us)
-    # Either end with all of the compute; and where links are alike, what an average rank sends for both of them.
-    bounds = [of_kind(Kind.ALL_GATHER, compute_us), of_kind(Kind.REDUCE_SCATTER, compute_us)]
-    if isinstance(network, Uniform):
-        us = 2 * (case.ranks - 1) * case.slice_bytes / (network.bandwidth_GBps * 1e3)
-        bounds.append(Bound(us, "what the two collectives send"))
-    return max(bounds, key=lambda bound: bound.us)
+        for m in DEFAULT_SLICES_PER_RANK
+    )
+    return min(bounds, key=lambda bound: bound.us)
 
 
 def speed(network: Network) -> float:

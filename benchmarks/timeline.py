@@ -121,7 +121,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
         axis.set_title(f"{title}: {end_ms(of_run):.0f} ms", loc="left", fontsize=10)
         for side in ("top", "right", "left"):
             axis.spines[side].set_visible(False)
-    axes[-1].set_xlabel(f"ms; rank 0 of {data['ranks']}, {data['links']}")
+    axes[-1].set_xlabel(f"ms; rank 0 of {data['ranks']}, {data['links']}, compute a timed stand-in")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)

@@ -126,6 +126,23 @@ def test_the_prediction_is_read_from_the_reason_as_the_scheduler_writes_it(rewri
     assert outcome.predicted_ms(record) == pytest.approx(choice.predicted_us / 1e3, rel=1e-3)
 
 
+def test_a_chain_that_is_one_region_is_predicted_once_and_two_regions_add_up() -> None:
+    def made(name: str, reason: str) -> Record:
+        return Record("forward", name, 4, True, "chain ring", ("mm", "mm_1"), reason)
+
+    one = "predicted 30% faster on machine m: plain 30 ms, chain ring 20 ms, bound 20 ms"
+    told = outcome.told([made("all_gather", one), made("reduce_scatter", one)])
+    assert (told["predicted_ms"], told["rewritten"], told["schedule"]) == (20.0, 2, "chain ring")
+    other = "predicted 20% faster on machine m: plain 30 ms, chain ring 25 ms, bound 20 ms"
+    assert outcome.told([made("all_gather", one), made("reduce_scatter", other)])["predicted_ms"] == 45.0
+
+
+def test_a_chain_sends_twice_what_a_gather_does_and_its_bound_knows_it() -> None:
+    links = Uniform(0.0, 0.01)
+    chain = outcome.bound_of(replace(CASE, kind="chain"), 0.0, links).us
+    assert chain >= 1.9 * outcome.bound_of(CASE, 0.0, links).us
+
+
 def test_a_record_without_a_prediction_has_none() -> None:
     assert outcome.predicted_ms(Record("forward", "all_gather", 4, False, None, (), "no matmul reads it")) is None
 
