@@ -12,7 +12,7 @@ from fo_compiler import OptionError, Options
 from fo_compiler.dump import graph_text
 from fo_compiler.passes.overlap_pass import overlap
 from fo_compiler.runtime.local import LocalWorld
-from tests.graphs import all_gather, capture, reduce_scatter
+from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 
 RANKS = 2
 
@@ -43,6 +43,21 @@ def test_each_graph_gets_its_own_directory_with_all_files(tmp_path: Path) -> Non
             f"{tag}_timeline.txt",
             f"{tag}_predicted.json",
         }
+
+
+def test_a_chain_and_an_all_reduce_in_halves_are_dumped_too(tmp_path: Path) -> None:
+    chain = capture(
+        lambda x, w: reduce_scatter(all_gather(x, 0, RANKS) @ w, 0, RANKS), [torch.ones(4, 8), torch.ones(8, 6)]
+    )
+    halves = capture(lambda x, w, v: torch.relu(all_reduce(x @ w)) @ v, [torch.ones(4, 8), *[torch.ones(8, 8)] * 2])
+    for gm, tags in ((chain, {"chain0"}), (halves, {"rs0", "ag1"})):
+        options = Options(rewrite="always", slices_per_rank=2, dump_dir=str(tmp_path))
+        overlap(gm.graph, options, LocalWorld(RANKS).transport(0))
+        written = sorted(tmp_path.glob("rank0/*"))[-1]
+        assert {path.stem for path in written.glob("*.dot")} == tags
+    timeline = next(tmp_path.glob("rank0/*/chain0_timeline.txt")).read_text()
+    assert "send sum " in timeline
+    assert "slices gathered and their sums scattered" in timeline
 
 
 def test_the_graph_before_shows_the_collective_and_the_graph_after_the_transfers(tmp_path: Path) -> None:

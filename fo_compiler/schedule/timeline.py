@@ -10,6 +10,7 @@ _WHAT = {
     Kind.ALL_REDUCE: "partial sums reduced",
     Kind.ALL_TO_ALL: "slices exchanged",
     Kind.ALL_TO_ALL_OUT: "results exchanged",
+    Kind.CHAIN: "slices gathered and their sums scattered",
 }
 
 
@@ -20,8 +21,9 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
         return schedule.slice_name(slice_, rank)
 
     def transfer(post: Post) -> str:
-        sent = f"send {name(post.send.slice)} -> rank {post.send.peer}" if post.send else ""
-        received = f"recv {name(post.recv.slice)} <- rank {post.recv.peer}" if post.recv else ""
+        what = "sum " if post.sums else ""
+        sent = f"send {what}{name(post.send.slice)} -> rank {post.send.peer}" if post.send else ""
+        received = f"recv {what}{name(post.recv.slice)} <- rank {post.recv.peer}" if post.recv else ""
         return ", ".join(filter(None, (sent, received)))
 
     rows: list[tuple[str, str]] = []

@@ -75,7 +75,7 @@ def test_the_model_trains_with_direct_transfers_and_two_slices_a_rank(world: Wor
     records = agreed(
         world(2).run(partial(checks.model_trains_as_under_plain_inductor, "direct", 2, steps=50, kernels=True))
     )
-    assert {record.schedule for record in records if record.schedule} >= {"direct x2"}
+    assert {record.schedule for record in records if record.schedule} >= {"direct x2", "chain direct x2"}
 
 
 def test_every_gather_and_scatter_dim_with_generated_kernels(world: Worlds) -> None:
@@ -89,6 +89,15 @@ def test_all_reduces_train_as_under_plain_inductor(world: Worlds) -> None:
     done = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "always")))
     assert rewritten(done) >= 5
     assert any(not record.rewritten for record in done), "that of the embedding has no matmul"
+    halved = [record for record in done if " + " in (record.schedule or "")]
+    assert {record.graph for record in halved} == {"forward", "backward"}
+    assert any("whose results are added" in record.reason for record in done if record.graph == "backward")
+
+
+def test_checkpointed_blocks_train_as_without_and_keep_no_more_than_plain_inductor(world: Worlds) -> None:
+    for mode in ("none", "selective", "full"):
+        records = agreed(world(2).run(checks.checkpointed, mode))
+        assert rewritten(records) == len(records) >= 4, mode
 
 
 # --- the cache ------------------------------------------------------------------------------------------------------
@@ -105,11 +114,11 @@ def test_a_shared_cache_gives_right_values_and_records_when_cold_and_when_warm(t
     cold, warm = results
     expected = [
         [],
-        ["forward ring"] * 2 + ["backward ring"] * 2,
+        ["forward chain ring"] * 2 + ["backward chain ring"] * 2,
         ["forward None"] * 2 + ["backward None"] * 2,
-        ["forward direct x2"] * 2 + ["backward direct x2"] * 2,
+        ["forward chain direct x2"] * 2 + ["backward chain direct x2"] * 2,
         [],
-        ["forward ring"] * 2 + ["backward ring"] * 2,
+        ["forward chain ring"] * 2 + ["backward chain ring"] * 2,
     ]
     for did, _ in (*cold, *warm):
         assert did == expected
