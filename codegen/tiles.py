@@ -90,16 +90,24 @@ def tiles(target: str, kind: str) -> tuple[Tile, ...]:
 
 
 def default_tile(
-    target: str, kind: str, m: int, n: int, *, heavy: bool = False, multiprocessors: int | None = None
+    target: str,
+    kind: str,
+    m: int,
+    n: int,
+    *,
+    slices: int = 1,
+    heavy: bool = False,
+    multiprocessors: int | None = None,
 ) -> Tile:
-    """The largest tile that still gives every multiprocessor one, and is not mostly padding.
+    """The largest tile for [m, n] outputs, `slices` of them at once, that still gives every multiprocessor one and is not
+    mostly padding.
 
     `heavy`: more is done to a tile than to round it (bias, epilogue, a sum so far), for which large tiles lack registers.
     """
     candidates = fitting_tiles(target, kind, heavy)
     wanted = multiprocessors or MULTIPROCESSORS[target]
     for tile in candidates:
-        if tile.count(m, n) >= wanted and m > tile.block_m // 2 and n > tile.block_n // 2:
+        if slices * tile.count(m, n) >= wanted and m > tile.block_m // 2 and n > tile.block_n // 2:
             return tile
     return candidates[-1]
 

@@ -15,7 +15,7 @@ does not order: kernels that wait use no TMA for what they wait for.
 
 A wait gives up after `polls` loads, so that a peer that died ends in an error rather than in a hang; a load from another
 GPU's point of coherence takes about a microsecond, so the default of 2^24 is some tens of seconds. What is computed then is
-wrong, and the slice is marked in `late`, which the host checks.
+wrong, and the slice, with those that the same block awaits after it, is marked in `late`, which the host checks.
 
 The host side: a copy-engine transfer into the slice, then a set on the same stream.
 """
@@ -82,7 +82,8 @@ def wait_flags_kernel(
     flags_ptr: tl.tensor, epoch_ptr: tl.tensor, late_ptr: tl.tensor, polls: tl.tensor, PLAIN: tl.constexpr
 ) -> None:
     flag = tl.program_id(0)
-    if wait_flag(flags_ptr + flag, tl.load(epoch_ptr), polls, PLAIN) == 0:
+    left = tl.cast(polls, tl.int32)  # a constant, where it is 1
+    if wait_flag(flags_ptr + flag, tl.load(epoch_ptr), left, PLAIN) == 0:
         tl.store(late_ptr + flag, 1)
 
 

@@ -84,14 +84,15 @@ def all_gather_matmul_kernel(
     tiles_n = tl.cdiv(cols, BLOCK_N)
     tiles = tiles_m * tiles_n
     epoch = tl.load(epoch_ptr)
+    left = tl.cast(polls, tl.int32)
     ready = -1  # the last group that was waited for
     for index in range(tl.program_id(0), slices * tiles, tl.num_programs(0)):
         group = index // tiles
         slice_ = tl.load(order_ptr + 2 * group).to(tl.int64)
         part = tl.load(order_ptr + 2 * group + 1).to(tl.int64)
         if (part < 0) & (group != ready):
-            polls = wait_flag(flags_ptr + slice_, epoch, polls, PLAIN)
-            if polls == 0:
+            left = wait_flag(flags_ptr + slice_, epoch, left, PLAIN)
+            if left == 0:
                 tl.store(late_ptr + slice_, 1)
         ready = group
         tile_m, tile_n = place(index % tiles, tiles_m, tiles_n, GROUP_M)
@@ -157,7 +158,7 @@ def all_gather_matmul_launch(
     if tile is None:
         heavy = bias is not None or epilogue != "none"
         tile = default_tile(
-            device.target, kind, slices * rows, cols, heavy=heavy, multiprocessors=device.multiprocessors
+            device.target, kind, rows, cols, slices=slices, heavy=heavy, multiprocessors=device.multiprocessors
         )
     inner, (own_strides, a_strides, out_strides) = as_blocks(own[0], gathered[0], out[0])
     if own_strides != a_strides:

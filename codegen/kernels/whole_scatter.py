@@ -89,6 +89,7 @@ def matmul_reduce_scatter_kernel(
     tiles_n = tl.cdiv(cols, BLOCK_N)
     tiles = tiles_m * tiles_n
     epoch = tl.load(epoch_ptr)
+    left = tl.cast(polls, tl.int32)
     for index in range(tl.program_id(0), slices * tiles, tl.num_programs(0)):
         entry = groups_ptr + 5 * (index // tiles)
         slice_ = tl.load(entry)
@@ -107,8 +108,8 @@ def matmul_reduce_scatter_kernel(
             first = tl.load(entry + 3)
             for i in range(first, first + tl.load(entry + 4)):
                 arrival = tl.load(adds_ptr + 2 * i + 1).to(tl.pointer_type(tl.int32))
-                polls = wait_flag(arrival, epoch, polls, PLAIN)
-                if polls == 0:
+                left = wait_flag(arrival, epoch, left, PLAIN)
+                if left == 0:
                     tl.store(late_ptr + slice_, 1)
                 partial = tl.load(adds_ptr + 2 * i).to(like_ptr.dtype)
                 if ALIGNED:
@@ -185,7 +186,7 @@ def matmul_reduce_scatter_launch(
     if tile is None:
         heavy = adds is not None
         tile = default_tile(
-            device.target, kind, slices * rows, cols, heavy=heavy, multiprocessors=device.multiprocessors
+            device.target, kind, rows, cols, slices=slices, heavy=heavy, multiprocessors=device.multiprocessors
         )
     inner, (a_strides, out_strides) = as_blocks(a[0], like)
     arguments: dict[str, Any] = {

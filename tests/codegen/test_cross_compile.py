@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 from fo_compiler.codegen.cross_compile import KernelReport, all_specs, compile_kernel, spec_of
-from fo_compiler.codegen.kernels import matmul_into_launch
+from fo_compiler.codegen.kernels import (
+    all_gather_matmul_launch,
+    matmul_into_launch,
+    matmul_reduce_scatter_launch,
+    sum_partials_launch,
+    wait_flags_launch,
+)
 from fo_compiler.codegen.kernels.examples import launches
+from fo_compiler.codegen.launch import Launch
 from fo_compiler.codegen.tiles import SHARED_MEMORY_BYTES, TARGETS, Tile
 from fo_compiler.errors import KernelError
 
@@ -71,6 +79,28 @@ def reports() -> dict[str, list[KernelReport]]:
 def test_specs_have_names_of_their_own(target: str) -> None:
     names = [spec.name for spec in all_specs(target)]
     assert len(set(names)) == len(names)
+
+
+def launches_of_ones() -> Iterator[Launch | None]:
+    """Every kernel with every size and count 1, which Triton makes constants of."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    one, tables = meta(1, dtype=torch.int32), [meta(1, width, dtype=torch.int64) for width in (5, 2)]
+    a, order = meta(1, 1, 1), meta(1, 2, dtype=torch.int32)
+    yield matmul_into_launch(a[0], a[0], a[0], bias=a[0, 0], start=a[0], tile=SMALL)
+    yield all_gather_matmul_launch(a, a, a[0], a, order, one, one, one, polls=1, tile=SMALL)
+    yield matmul_reduce_scatter_launch(a, a[0], a[0], *tables, one, one, one, polls=1, tile=SMALL)
+    yield sum_partials_launch([a], a, a)
+    yield wait_flags_launch(one, one, one, polls=1)
+
+
+@pytest.mark.slow
+def test_sizes_of_one_are_constants_that_every_kernel_compiles_with() -> None:
+    for launch in launches_of_ones():
+        assert launch is not None
+        assert compile_kernel(spec_of(launch), "sm_80").spills == 0
 
 
 @pytest.mark.nightly

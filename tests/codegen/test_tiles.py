@@ -43,6 +43,10 @@ def test_a_tile_gives_every_multiprocessor_one_where_any_tile_does(target: str, 
         assert tile.count(m, 4096) >= MULTIPROCESSORS[target] or tile == tiles(target, kind)[-1]
 
 
+def test_a_tile_is_not_twice_as_high_as_a_slice_however_many_slices_there_are() -> None:
+    assert default_tile("sm_90", "16bit", 64, 8192, slices=64).block_m == 64
+
+
 def test_devices_that_are_not_in_the_table_use_a_row_that_they_can_run() -> None:
     assert [target_for(c) for c in ((8, 0), (8, 9), (9, 0), (10, 3), (12, 0))] == [
         "sm_80", "sm_80", "sm_90", "sm_100", "sm_80",
