@@ -51,7 +51,7 @@ from fo_compiler.schedule.network import Network, TwoLevel, Uniform
 RATIOS = (0.5, 1.0, 0.2, 2.0)  # T_comm / T_comp; the most telling first, in case that time runs out
 LINKS = ("uniform", "slow_link", "nodes")
 LEAST_REPEATS = 3
-CASE_S = 200  # at most, for a case: the process group gives up after 120 s
+CASE_S = 400  # at most, for a case, its compiles included; a transfer that hangs ends it after 120 s
 
 
 @dataclass(frozen=True)
