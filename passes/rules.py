@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ def scaled_product(node: Node) -> Axes:
     for name, per_row, labels in (("scale_a", (rows, 1), ("m", None)), ("scale_b", (1, columns), (None, "n"))):
         scale = argument(node, name)
         shape = shape_of(scale)
-        if prod(shape) == 1:
+        if all(size == 1 for size in shape):
             operands.append((scale, (None,) * len(shape)))
         elif shape == per_row:
             operands.append((scale, labels))
@@ -222,7 +221,7 @@ def expand(node: Node) -> Axes:
 
 
 def narrow(node: Node) -> Axes:
-    """slice, split: part of one dim is taken, every other dim passes."""
+    """slice, split, topk: part of one dim is taken, every other dim passes."""
     (source,) = tensor_operands(node)
     labels = _identity_labels(source)
     dim = argument(node, "dim") % len(labels)
@@ -242,6 +241,31 @@ def select(node: Node) -> Axes:
     labels = _identity_labels(source)
     dim = argument(node, "dim") % len(labels)
     return Axes(((source, labels),), tuple(x for x in labels if x != dim), frozenset({dim}))
+
+
+def pick(node: Node) -> Axes:
+    """gather, index_select: items along one dim, chosen by an index; every other dim passes."""
+    source, index = tensor_operands(node)
+    labels = _identity_labels(source)
+    dim = argument(node, "dim") % len(labels)
+    operands: list[tuple[Node, tuple[Label, ...]]] = [(source, labels)]
+    if len(shape_of(index)) == len(labels) and node.target is aten.gather.default:
+        if any(a != b for d, (a, b) in enumerate(zip(shape_of(source), shape_of(index), strict=True)) if d != dim):
+            raise NotSeparable(f"{node.name} has an index that is smaller than the tensor")
+        operands.append((index, labels))
+    return Axes(tuple(operands), labels, frozenset({dim}))
+
+
+def complex_pairs(node: Node) -> Axes:
+    """view_as_complex, view_as_real: real and imaginary part are the last dim of one side."""
+    (source,) = tensor_operands(node)
+    rank = min(len(shape_of(source)), len(shape_of(node)))
+    labels: tuple[Label, ...] = tuple(range(rank))
+
+    def padded(length: int) -> tuple[Label, ...]:
+        return (*labels, *[None] * (length - rank))
+
+    return Axes(((source, padded(len(shape_of(source)))),), padded(len(shape_of(node))))
 
 
 def cat(node: Node) -> Axes:
@@ -313,10 +337,19 @@ _AXES: dict[Any, Callable[[Node], Axes]] = {
     aten.var.correction: reduction(),
     aten.any.dim: reduction(),
     aten.argmax.default: reduction(),
+    aten.argmin.default: reduction(),
+    aten.logsumexp.default: reduction(),
+    aten.prod.dim_int: reduction(),
     aten._softmax.default: along("dim"),
     aten._log_softmax.default: along("dim"),
     aten.cumsum.default: along("dim"),
+    aten._softmax_backward_data.default: along("dim"),
+    aten._log_softmax_backward_data.default: along("dim"),
+    aten.sort.default: along("dim"),
+    aten.topk.default: narrow,
+    aten.slice_scatter.default: cat,
     aten.flip.default: along("dims"),
+    aten.roll.default: along("dims"),
     aten.native_layer_norm.default: layer_norm,
     # shape
     aten.permute.default: permute,
@@ -331,6 +364,11 @@ _AXES: dict[Any, Callable[[Node], Axes]] = {
     aten.split.Tensor: narrow,
     aten.split_with_sizes.default: narrow,
     aten.select.int: select,
+    aten.unbind.int: select,
+    aten.gather.default: pick,
+    aten.index_select.default: pick,
+    aten.view_as_complex.default: complex_pairs,
+    aten.view_as_real.default: complex_pairs,
     aten.cat.default: cat,
     aten.constant_pad_nd.default: pad,
     operator.getitem: getitem,
@@ -360,6 +398,8 @@ VIEWS: frozenset[Any] = frozenset(
         aten.expand.default,
         aten.permute.default,
         aten.select.int,
+        aten.unbind.int,
+        aten.view.dtype,
         aten.slice.Tensor,
         aten.split.Tensor,
         aten.split_with_sizes.default,

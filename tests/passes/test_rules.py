@@ -47,6 +47,26 @@ CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] =
     aten.var.correction: (lambda x: aten.var(x, [1], correction=1), ((4, 6, 2),)),
     aten.any.dim: (lambda x: aten.any(x, 1), ((4, 6, 2),)),
     aten.argmax.default: (lambda x: aten.argmax(x, 1), ((4, 6, 2),)),
+    aten.argmin.default: (lambda x: aten.argmin(x, 0), ((4, 6, 2),)),
+    aten.logsumexp.default: (lambda x: aten.logsumexp(x, [1], True), ((4, 6, 2),)),
+    aten.prod.dim_int: (lambda x: aten.prod(x, 1), ((4, 6, 2),)),
+    aten._softmax_backward_data.default: (
+        lambda g, y: aten._softmax_backward_data(g, y, 1, torch.float64),
+        ((4, 6, 2), (4, 6, 2)),
+    ),
+    aten._log_softmax_backward_data.default: (
+        lambda g, y: aten._log_softmax_backward_data(g, y, -1, torch.float64),
+        ((4, 6, 2), (4, 6, 2)),
+    ),
+    aten.sort.default: (lambda x: aten.sort(x, 1), ((4, 6, 2),)),
+    aten.topk.default: (lambda x: aten.topk(x, 3, 1), ((4, 6, 2),)),
+    aten.slice_scatter.default: (lambda x, y: aten.slice_scatter(x, y, 1, 2, 4), ((4, 6), (4, 2))),
+    aten.roll.default: (lambda x: aten.roll(x, [1], [1]), ((4, 6),)),
+    aten.unbind.int: (lambda x: aten.unbind(x, 1), ((4, 3, 6),)),
+    aten.gather.default: (lambda x: aten.gather(x, 1, (x * 0).long() + 1), ((4, 6),)),
+    aten.index_select.default: (lambda x, i: aten.index_select(x, 1, (i * 0).long() + 2), ((4, 6), (8,))),
+    aten.view_as_complex.default: (aten.view_as_complex.default, ((4, 6, 2),)),
+    aten.view_as_real.default: (lambda x: aten.view_as_real(torch.complex(x, x * 2)), ((4, 6),)),
     aten._softmax.default: (lambda x: aten._softmax(x, 1, False), ((4, 6, 2),)),
     aten._log_softmax.default: (lambda x: aten._log_softmax(x, -1, False), ((4, 6, 2),)),
     aten.cumsum.default: (lambda x: aten.cumsum(x, 0), ((4, 6, 2),)),
@@ -136,7 +156,7 @@ def every_split(node: Node) -> list[Split]:
 def test_slices_of_the_output_are_the_op_on_slices_of_the_inputs(target: object) -> None:
     function, shapes = CASES[target]
     inputs = tensors(*shapes)
-    if target is aten.argmax.default or target is aten.any.dim:
+    if target in (aten.argmax.default, aten.argmin.default, aten.any.dim):
         inputs = [x.round() for x in inputs]
     gm = capture(function, inputs)
     if target in (aten.view.default, aten._unsafe_view.default):  # capture turns views into reshapes
