@@ -365,7 +365,7 @@ KINDS: tuple[GraphKind, ...] = (
         two_layers_tensor_parallel,
         lambda d: [(B, S, d), (d, 6), (6, d), (d, 6), (6, d), (d,)],
     ),
-    GraphKind(CHAIN, "one matmul", mlp_chain, lambda d: [(S, d), (d, 6)], left=(TAKEN,)),
+    GraphKind(CHAIN, "one matmul", mlp_chain, lambda d: [(S, d), (d, 6)]),
     GraphKind(ULYSSES, "block", ulysses, lambda d: [(B, S, d), (d, d), (d, d), (d, d), (d, d)]),
     GraphKind(ULYSSES, "between two dims", ulysses_dims, lambda d: [(B, S, d), (d, d), (d, d)], gradients=False),
     GraphKind(
