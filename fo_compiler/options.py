@@ -14,6 +14,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "rewrite": ("auto", "always", "never"),
     "schedule": ("auto", *FAMILY_NAMES),
     "transport": ("auto", "c10d", "copy_engine"),
+    "slice_matmul": ("auto", "library", "triton"),
     "agreement": ("error", "plain", "off"),
 }
 _COUNTS = ("slices_per_rank", "depth")
@@ -53,6 +54,10 @@ class Options:
     transport: str = "auto"
     """How tensors travel between CUDA devices: `c10d` (NCCL), `copy_engine` (symmetric memory, for GPUs that map each
     other's memory), or `auto`: the copy engine where every pair of the group has it and it is predicted to be faster."""
+
+    slice_matmul: str = "auto"
+    """What multiplies a slice: `library`: an op of ours around torch.mm, which writes in place; `triton`: our kernel, on CUDA;
+    `auto`: Inductor's matmul, or with two `compute_streams` the library's."""
 
     agreement: str = "error"
     """When ranks decided differently about a graph that is about to run first: `error` on every rank; `plain`: all use the

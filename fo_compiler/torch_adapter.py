@@ -444,3 +444,10 @@ def without_peer_memory(device: torch.device) -> str:
     except ImportError:
         return "this torch has no symmetric memory"
     return "" if _SymmetricMemory.get_backend(device) else f"symmetric memory has no backend for {device}"
+
+
+def async_tp_ops() -> Any:
+    """PyTorch's fused ops of AsyncTP (torch.distributed._symmetric_memory registers them, 2.11 to 2.14)."""
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem

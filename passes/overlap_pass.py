@@ -122,9 +122,10 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     published = GraphRecords(tuple(records), options.agreement, digest)
     _announce(graph, published)
     verify_graph(graph, outputs_before, gone)
-    if has_streams(graph):
-        if options.compute_streams > 1:
-            use_slice_matmuls(graph)
+    streams = has_streams(graph)
+    if options.slice_matmul != "auto" or (streams and options.compute_streams > 1):
+        use_slice_matmuls(graph, "triton" if options.slice_matmul == "triton" else "library")
+    if streams:
         assign_streams(graph, options.compute_streams, rewriter.transports)
         graph.lint()
         check_plan(plan_of(graph))

@@ -25,8 +25,11 @@ aten = torch.ops.aten
 _CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 
 
-def use_slice_matmuls(graph: Graph) -> None:
-    """Turn each `mm` of a rewritten region into a `slice_matmul`. The graph is valid before and after."""
+def use_slice_matmuls(graph: Graph, kernel: str = "library") -> None:
+    """Turn each `mm` of a rewritten region into a `slice_matmul`, by `library` or `triton`.
+
+    The graph is valid before and after. Matmuls of symbolic sizes stay as they are.
+    """
     for node in graph.find_nodes(op="call_function", target=aten.reshape.default):
         if any(_is_slice(user) for user in node.users):
             _copy_once(graph, node)
@@ -34,10 +37,10 @@ def use_slice_matmuls(graph: Graph) -> None:
         pieces = list(node.args[0])
         dim = node.args[1] % 2 if len(node.args) > 1 else 0
         if "fo" in node.meta and len(set(pieces)) == len(pieces) and all(_writes_in_place(p, node) for p in pieces):
-            _join(graph, node, pieces, dim)
+            _join(graph, node, pieces, dim, kernel)
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         if _is_slice(node):
-            _join(graph, node, [node], 0)
+            _join(graph, node, [node], 0, kernel)
 
 
 def _copy_once(graph: Graph, reshape: Node) -> None:
@@ -63,6 +66,7 @@ def _is_slice(node: Node) -> bool:
         and isinstance(place, Place)
         and place.slice is not None
         and all(isinstance(size, int) for tensor in (node, *node.all_input_nodes) for size in shape_of(tensor))
+        and all(type(size) is int for size in shape_of(node))
         and tensor_of(node).is_contiguous()
     )
 
@@ -71,7 +75,7 @@ def _writes_in_place(piece: Node, joined: Node) -> bool:
     return _is_slice(piece) and list(piece.users) == [joined] and piece.meta["fo"].region == joined.meta["fo"].region
 
 
-def _join(graph: Graph, whole: Node, pieces: list[Node], dim: int) -> None:
+def _join(graph: Graph, whole: Node, pieces: list[Node], dim: int, kernel: str) -> None:
     """Replace `whole`, which is made of `pieces` side by side along `dim`, by a buffer that these are written into."""
     value, order = tensor_of(whole), {node: index for index, node in enumerate(graph.nodes)}
     with graph.inserting_before(min(pieces, key=order.__getitem__)):
@@ -85,7 +89,7 @@ def _join(graph: Graph, whole: Node, pieces: list[Node], dim: int) -> None:
     start = 0
     for piece in pieces:
         with graph.inserting_before(piece):
-            written = graph.call_function(stream_ops.slice_matmul, (buffer, *piece.args, dim, start))
+            written = graph.call_function(stream_ops.slice_matmul, (buffer, *piece.args, dim, start, kernel))
         written.meta = {**piece.meta, "val": None}
         names[written] = piece.name
         start += shape_of(piece)[dim]

@@ -1,8 +1,8 @@
 """The ops that a rewritten graph calls for compute on streams of its own.
 
-    fo_compiler::slice_matmul(out, a, b, dim, start)    a @ b into its place of the joined output
-    done = fo_compiler::fork(reads, event)              record an event on the caller's stream
-    fo_compiler::join(out, kept, after)                 the caller's stream waits for events
+    fo_compiler::slice_matmul(out, a, b, dim, start, kernel)   a @ b into its place of the joined output
+    done = fo_compiler::fork(reads, event)                     record an event on the caller's stream
+    fo_compiler::join(out, kept, after)                        the caller's stream waits for events
 
 `stream`, `after` and `event` are as in `runtime/ops.py`. A tensor that a side stream uses is an argument of the op that
 joins it, so that it lives until then: its memory is reused behind the join only. `slice_matmul` writes to its first
@@ -12,6 +12,7 @@ argument, and `join` says so of itself, so that whoever reads the result does it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from . import streams
 _LIBRARY = torch.library.Library("fo_compiler", "FRAGMENT")
 _TAGS = (torch.Tag.flexible_layout,)  # any strides: no compiler copies what an op reads
 _LIBRARY.define(
-    "slice_matmul(Tensor(a!) out, Tensor a, Tensor b, int dim, int start, *, "
+    "slice_matmul(Tensor(a!) out, Tensor a, Tensor b, int dim, int start, str kernel, *, "
     "int stream=0, int[] after=[], int event=-1) -> ()",
     tags=_TAGS,
 )
@@ -36,18 +37,27 @@ def _slice_matmul(
     b: Tensor,
     dim: int,
     start: int,
+    kernel: str,
     *,
     stream: int = streams.CALLER,
     after: Sequence[int] = (),
     event: int = streams.NO_EVENT,
 ) -> None:
-    """out.narrow(dim, start, ...) = a @ b; a: [M, K], b: [K, N], out: [M of all slices, N], or [M, N of all] for dim 1."""
+    """out.narrow(dim, start, ...) = a @ b; a: [M, K], b: [K, N], out: [M of all slices, N], or [M, N of all] for dim 1.
+
+    `kernel` is `library` for torch.mm, or `triton` for `codegen/kernels/slice_matmul.py` where it has the dtype.
+    """
     place = out.narrow(dim, start, (a.shape[0], b.shape[1])[dim])
-    if event == streams.NO_EVENT:
-        torch.mm(a, b, out=place)
-        return
-    with streams.launch(out.device, stream, after, event):
-        torch.mm(a, b, out=place)
+    with streams.launch(out.device, stream, after, event) if event != streams.NO_EVENT else nullcontext():
+        if kernel == "triton" and a.is_cuda and a.dtype in _TRITON_DTYPES:
+            from ..codegen.kernels.slice_matmul import matmul_into
+
+            matmul_into(a, b, place, allow_tf32=torch.backends.cuda.matmul.allow_tf32)
+        else:
+            torch.mm(a, b, out=place)
+
+
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _fork(reads: Sequence[Tensor], *, event: int) -> Tensor:

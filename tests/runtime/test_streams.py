@@ -119,11 +119,12 @@ def test_devices_have_streams_of_their_own(cuda: FakeCuda) -> None:
     assert side_stream(DEVICE, COMM) is not side_stream(torch.device("cuda", 1), COMM)
 
 
+@pytest.mark.parametrize("kernel", ["library", "triton"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_slice_matmul_writes_its_slice_and_nothing_else(dim: int) -> None:
+def test_slice_matmul_writes_its_slice_and_nothing_else(dim: int, kernel: str) -> None:
     a, b = torch.randn(2, 3, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     out = torch.zeros((7, 5) if dim == 0 else (2, 12), dtype=torch.float64)
-    stream_ops.slice_matmul(out, a, b, dim, 4)
+    stream_ops.slice_matmul(out, a, b, dim, 4, kernel)
     expected = torch.zeros_like(out)
     expected.narrow(dim, 4, 2 if dim == 0 else 5).copy_(a @ b)
     torch.testing.assert_close(out, expected)
@@ -175,7 +176,25 @@ def test_memory_of_a_buffer_that_is_dropped_half_way_is_free_behind_its_transfer
 def test_a_matmul_on_a_side_stream_is_joined_by_its_event(on_fake_device: FakeCuda) -> None:
     a, out = torch.eye(2), torch.zeros(4, 2)
     stream_ops.fork([a], event=1)
-    stream_ops.slice_matmul(out, a, a, 0, 2, stream=2, after=[1], event=2)
+    stream_ops.slice_matmul(out, a, a, 0, 2, "library", stream=2, after=[1], event=2)
     stream_ops.join(out, [a], after=[2])
     assert on_fake_device.log == ["caller: record", "side1: wait caller@0", "side1: record", "caller: wait side1@1"]
     torch.testing.assert_close(out, torch.cat([torch.zeros(2, 2), a]))
+
+
+@pytest.mark.slow
+def test_compiled_slice_matmuls_write_into_one_buffer_without_a_copy() -> None:
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    def sliced(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        out = torch.empty(5, 4, dtype=a.dtype)
+        stream_ops.slice_matmul(out, a, w, 0, 0, "library")
+        stream_ops.slice_matmul(out, b, w, 0, 2, "library")
+        return out.relu()
+
+    a, b, w = (torch.randn(size, dtype=torch.float64) for size in ((2, 3), (3, 3), (3, 4)))
+    with fresh_cache():
+        result, (code,) = run_and_get_code(torch.compile(sliced, fullgraph=True), a, b, w)
+    torch.testing.assert_close(result, (torch.cat([a, b]) @ w).relu())
+    assert code.count("slice_matmul.default(buf0") == 2
+    assert code.count("empty_strided_cpu(") <= 2  # the buffer, and the result where relu is not in place
