@@ -190,6 +190,11 @@ def inductor_pass_class() -> type:
     return CustomGraphPass
 
 
+def orders_mutation() -> bool:
+    """Whether `run_after` takes an op that writes to an argument and returns nothing: not before torch 2.13."""
+    return TORCH_VERSION >= (2, 13)
+
+
 def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
     """Make Inductor run `node` after `dependencies`, without making it read them; returns the node that replaces it.
 

@@ -19,12 +19,13 @@ from torch import fx
 from torch.fx import Graph, Node
 
 from ..dump import GraphDump
+from ..errors import OptionError
 from ..options import Options
 from ..records import GraphRecords, Record, format_table, publish
 from ..runtime import ops
 from ..runtime.transport import current_transport
 from ..schedule import Kind, Schedule, verify
-from ..torch_adapter import group_members, inductor_pass_class, trace_artifact
+from ..torch_adapter import group_members, inductor_pass_class, orders_mutation, trace_artifact
 from .chains import find_chain
 from .decide import Decision, decide, machine_of
 from .edit import Edit
@@ -124,6 +125,11 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     verify_graph(graph, outputs_before, gone)
     streams = has_streams(graph)
     if options.slice_matmul != "auto" or (streams and options.compute_streams > 1):
+        if pin and not orders_mutation():
+            raise OptionError(
+                f"options slice_matmul and compute_streams=2 need torch 2.13 or newer, found {torch.__version__}: an older "
+                "Inductor cannot keep an op that only writes in its place. Leave them at their defaults."
+            )
         use_slice_matmuls(graph, "triton" if options.slice_matmul == "triton" else "library")
     if streams:
         assign_streams(graph, options.compute_streams, rewriter.transports)

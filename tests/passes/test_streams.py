@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from fo_compiler.codegen.absent_gpu import CUDA, move_graph
+from fo_compiler.errors import OptionError
 from fo_compiler.options import Options
 from fo_compiler.passes.overlap_pass import overlap
 from fo_compiler.passes.races import Plan, find_races
@@ -173,3 +174,11 @@ def test_a_reshape_that_copies_is_copied_once_for_matmul_and_join() -> None:
         operand = matmul.args[1]
         assert operand.args[0].target is torch.ops.aten.clone.default
         assert any(user.target is stream_ops.join for user in operand.users)
+
+
+def test_a_torch_that_cannot_order_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fo_compiler.passes.overlap_pass.orders_mutation", lambda: False)
+    body, shapes = BODIES["scatter"]
+    gm = capture(body, tensors(*shapes))
+    with pytest.raises(OptionError, match=r"need torch 2\.13"):
+        overlap(gm.graph, Options(rewrite="always", slice_matmul="library"), LocalWorld(RANKS).transport(0))
