@@ -185,7 +185,9 @@ def _no_matmul(site: Site) -> str:
 def _divisors(site: Site, at_most: int) -> list[int]:
     """The numbers of slices a rank to try: the largest that divides the shard evenly first."""
     size = shape_of(site.value)[site.dim]
-    if size == 0 or quotient(size, site.ranks) is None:
+    if 0 in shape_of(site.value):
+        raise NotSeparable(f"a tensor of shape {list(shape_of(site.value))} is empty: there is nothing to transfer")
+    if quotient(size, site.ranks) is None:
         raise NotSeparable(f"size {size} of dim {site.dim} does not divide by the {site.ranks} ranks of the group")
     return [m for m in range(at_most, 0, -1) if quotient(size, site.ranks * m) is not None]
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from . import attention
 from .separability import Axes, AxesRule, Cut, Label, NotSeparable, ReshapeRule, Rule, Shape, Split, argument, shape_of
-from .sizes import Size, quotient
+from .sizes import Size, as_size, quotient
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -225,7 +225,15 @@ def narrow(node: Node) -> Axes:
     (source,) = tensor_operands(node)
     labels = _identity_labels(source)
     dim = argument(node, "dim") % len(labels)
-    return Axes(((source, labels),), labels, frozenset({dim}))
+    why = ""
+    if node.target is aten.slice.Tensor and as_size(argument(node, "start") or 0) == 0:
+        kept, size = shape_of(node)[dim], shape_of(source)[dim]
+        why = f": it keeps {kept} of {size}, as where shards are uneven. {_EVEN}"
+    return Axes(((source, labels),), labels, frozenset({dim}), why=why)
+
+
+# What is said where padding keeps a collective from being sliced.
+_EVEN = "A size that divides by the ranks of the group needs no padding, and can be sliced"
 
 
 def view_as_dtype(node: Node) -> Axes:
@@ -274,7 +282,9 @@ def cat(node: Node) -> Axes:
     dim = argument(node, "dim") % len(labels)
     if any(len(shape_of(o)) != len(labels) for o in operands):
         raise NotSeparable(f"{node.name} joins tensors of different ranks")
-    return Axes(tuple((o, labels) for o in operands), labels, frozenset({dim}))
+    padded = [o.name for o in operands if o.target is aten.constant_pad_nd.default]
+    why = f": {padded[0]} is padded, as where shards are uneven. {_EVEN}" if padded else ""
+    return Axes(tuple((o, labels) for o in operands), labels, frozenset({dim}), why=why)
 
 
 def getitem(node: Node) -> Axes:
@@ -306,7 +316,7 @@ def pad(node: Node) -> Axes:
     labels = _identity_labels(source)
     amounts = argument(node, "pad")
     blocked = {len(labels) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
-    return Axes(((source, labels),), labels, frozenset(blocked))
+    return Axes(((source, labels),), labels, frozenset(blocked), why=f": it pads. {_EVEN}")
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

@@ -144,19 +144,20 @@ Label = Hashable | None  # None: a dim of size 1 that is broadcast, or one that 
 class Axes:
     """The axes of a node, in einsum terms: a label for each dim of each tensor input, and of the output.
 
-    `blocked` are labels along which the op is not separable (the dim of a softmax). `sums` says that an axis that the
-    output lacks may be cut, each slice yielding a partial sum.
+    `blocked` are labels along which the op is not separable (the dim of a softmax), and `why` is said of them. `sums`
+    says that an axis that the output lacks may be cut, each slice yielding a partial sum.
     """
 
     operands: tuple[tuple[Node, tuple[Label, ...]], ...]
     output: tuple[Label, ...]
     blocked: frozenset[Label] = frozenset()
     sums: bool = False
+    why: str = ""
 
     def split(self, node: Node, label: Label, outer: Size, n: int) -> Split:
         """Cut along one axis."""
         if label is None or label in self.blocked:
-            raise NotSeparable(f"{node.name} ({node.target}) needs this dim whole")
+            raise NotSeparable(f"{node.name} ({node.target}) needs this dim whole{self.why}")
         inputs: dict[Node, Cut] = {}
         for operand, labels in self.operands:
             if label not in labels:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from fo_compiler.options import Options
+from fo_compiler.passes.sizes import (
+    SizeNodes,
+    UnknownSize,
+    as_size,
+    at_least,
+    drop_unused_sizes,
+    quotient,
+    sizes_from_inputs,
+)
 from fo_compiler.testing import assert_equivalent
 from tests.graphs import all_gather, all_reduce, all_to_all, capture, reduce_scatter
-from tests.passes.helpers import on_each_rank, tensors
+from tests.passes.helpers import aten, on_each_rank, tensors
 
 N = 3
 Sizes = tuple[int, int]  # batch, sequence
@@ -68,3 +83,172 @@ def test_one_graph_serves_all_sizes_without_a_guard(
         records = assert_equivalent(gm, at(sizes))
         assert all(record.rewritten for record in records.records), records
     assert guards(gm) == before
+
+
+def test_attention_over_symbolic_rows_is_sliced_with_its_projection() -> None:
+    def attended(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        q = x.repeat(1, N, 1).unsqueeze(1).expand(-1, 2, -1, -1)
+        y = F.scaled_dot_product_attention(q, q.sin(), q.cos(), is_causal=True)
+        return (reduce_scatter(y.transpose(1, 2).flatten(2) @ torch.cat([w, w]), 1, N),)
+
+    gm = captured(attended, (0, 1))
+    before = guards(gm)
+    for sizes in SIZES:
+        (record,) = assert_equivalent(gm, at(sizes), Options(rewrite="always", depth=2)).records
+        assert len(record.region) == 2, record
+    assert guards(gm) == before
+
+
+def test_a_size_that_depends_on_data_is_left_alone_with_a_reason() -> None:
+    def selected(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.nonzero(x[0, :, 0] > -10.0).shape[0]
+        return (all_gather(x.new_ones(rows, 4), 0, N) @ w,)
+
+    (record,) = assert_equivalent(captured(selected, (1,)), at((2, 5))).records
+    assert not record.rewritten
+    assert "u0" in record.reason
+
+
+def gather_of_uneven(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (all_gather(x, 1, N)[:, :-1] @ w,)
+
+
+def scatter_of_uneven(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (reduce_scatter(F.pad(x.repeat(1, N, 1)[:, :-1] @ w, (0, 0, 0, 1)), 1, N),)
+
+
+@pytest.mark.parametrize("function", [gather_of_uneven, scatter_of_uneven], ids=lambda f: f.__name__)
+def test_uneven_shards_are_left_alone_and_the_reason_says_which_size_would_do(
+    function: Callable[..., tuple[Tensor, ...]],
+) -> None:
+    (record,) = assert_equivalent(capture(function, tensors((2, 6, 4), (4, 6))), at((2, 6))).records
+    assert not record.rewritten
+    assert "A size that divides by the ranks" in record.reason
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def symbols(*names: str) -> Sequence[Any]:
+    return [sympy.Symbol(name, integer=True, positive=True) for name in names]
+
+
+def test_a_quotient_is_one_for_all_values_or_none() -> None:
+    s, t = symbols("s", "t")
+    assert quotient(8 * s, 4) == 2 * s
+    assert quotient(8 * s * t + 4 * t, 4 * t) == 2 * s + 1
+    assert quotient(12, 4) == 3
+    assert quotient(s * 0, 5) == 0
+    for size, divisor in ((s, 2), (13, 4), (s, t), (4, s), (3, 0), (s + 1, s)):
+        assert quotient(size, divisor) is None
+
+
+def test_at_least_is_true_for_all_values_or_not() -> None:
+    (s,) = symbols("s")
+    assert at_least(3 * s, s)
+    assert at_least(4, 4)
+    assert not at_least(s, 2)
+    assert not at_least(s, 3 * s)
+
+
+def test_sizes_are_computed_from_the_inputs_of_a_graph() -> None:
+    gm = captured(lambda x, w: (all_gather(x, 1, N).reshape(-1, 4) @ w,), (0, 1))
+    sizes_from_inputs(gm.graph)
+    x = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
+    b, s = as_size(x.shape[0]), as_size(x.shape[1])
+    nodes = SizeNodes(gm.graph)
+    wanted = nodes[b * s**2 + 3 * s]
+    assert wanted is SizeNodes(gm.graph)[b * s**2 + 3 * s], "what is there is used again"
+    assert as_size(wanted) == b * s**2 + 3 * s
+    assert [
+        node.all_input_nodes[0].op for node in gm.graph.find_nodes(op="call_function", target=aten.sym_size.int)
+    ] == [
+        "placeholder",
+        "placeholder",
+    ]
+    with pytest.raises(UnknownSize, match="unknown"):
+        nodes.check(symbols("unknown"))
+    before = len(gm.graph.nodes)
+    drop_unused_sizes(gm.graph)
+    assert len(gm.graph.nodes) < before
+    gm.graph.lint()
+
+
+def test_a_symbol_is_found_in_a_multiple_of_it() -> None:
+    def halves(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return (x @ w,)
+
+    gm = captured(lambda x, w: halves(x.reshape(-1, 4), w), (1,))
+    (rows,) = [n for n in gm.graph.find_nodes(op="call_function", target=aten.reshape.default)]
+    graph = fx.Graph()  # as a backward graph that gets a saved tensor alone
+    graph.placeholder("saved").meta["val"] = rows.meta["val"]
+    graph.output(())
+    (s,) = as_size(rows.meta["val"].shape[0]).free_symbols
+    assert as_size(SizeNodes(graph)[s]) == s
+    assert [node.target for node in graph.find_nodes(op="call_function", target=operator.floordiv)]
+
+
+# --- random programs --------------------------------------------------------------------------------------------------
+
+STEPS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.relu,
+    lambda x: x * 0.5 + x.new_ones(x.shape[-1]),
+    lambda x: x.transpose(0, -1),
+    lambda x: x.transpose(0, 1).contiguous() if x.dim() > 1 else x,
+    lambda x: x.flatten(0, 1) if x.dim() > 1 else x,
+    lambda x: x.flatten(-2, -1) if x.dim() > 1 else x,
+    lambda x: x.unsqueeze(1) if x.dim() < 4 else x,
+    lambda x: x - x.mean(-1, keepdim=True),
+    lambda x: torch.softmax(x, 0),
+    lambda x: torch.cat([x, x.cos()], -1),
+    lambda x: x + x.new_full(x.shape, 2.0).cumsum(0),
+    lambda x: x[:1] + x,
+    lambda x: x.unflatten(-1, (2, -1)) if as_size(x.shape[-1]) == 4 else x,
+)
+
+
+def times_weight(x: Tensor) -> Tensor:
+    """A product with a weight that has as many rows as x has columns."""
+    width, columns = 6, x.shape[-1]
+    weight = torch.arange(columns * width, dtype=x.dtype).reshape(columns, width).sin()
+    return (x.flatten(0, -2) @ weight).reshape(*x.shape[:-1], width) if x.dim() > 1 else x.unsqueeze(0) @ weight
+
+
+def check_a_random_program(data: st.DataObject) -> None:
+    dim, kind = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(["gather", "scatter", "reduce"]))
+    before, after = (data.draw(st.lists(st.sampled_from(STEPS), max_size=3)) for _ in range(2))
+    dims = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
+
+    def program(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = all_gather(x, dim, N) if kind == "gather" else torch.cat([x, x.sin(), x.cos()], dim)
+        for step in before:
+            y = step(y)
+        z = times_weight(y)
+        for step in after:
+            z = step(z)
+        if kind == "scatter":
+            scatter = [d for d, size in enumerate(z.shape) if quotient(as_size(size), N) is not None]
+            return (reduce_scatter(z, scatter[0], N), y) if scatter else (all_reduce(z),)
+        return (all_reduce(z),) if kind == "reduce" else (z, y)
+
+    gm = captured(program, dims)
+    known = guards(gm)
+    for batch, sequence in SIZES[:3]:
+        sizes = (batch if 0 in dims else SIZES[0][0], sequence if 1 in dims else SIZES[0][1])
+        assert_equivalent(gm, at(sizes), Options(rewrite="always", schedule="ring"), rtol=1e-9, atol=1e-9)
+    assert guards(gm) == known
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_random_symbolic_programs_compute_the_same_for_each_size(data: st.DataObject) -> None:
+    check_a_random_program(data)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@settings(max_examples=2000, deadline=None)
+@given(st.data())
+def test_thousands_of_random_symbolic_programs(data: st.DataObject) -> None:
+    check_a_random_program(data)

@@ -1,0 +1,95 @@
+"""What the ranks run for graphs with changing shapes: as many compiles as plain Inductor, and the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fo_compiler
+from fo_compiler import Record
+from fo_compiler.runtime.ops import pending_transfers
+from tests.distributed.checks import assert_one_record_each, generating, local, ours, plain
+
+BATCH, SHARD, DIM = 2, 4, 8
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(DIM, 12, bias=False), nn.Linear(DIM, 12, bias=False)
+        self.down = nn.Linear(12, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def tensor_parallel(sequence_parallel: bool) -> nn.Module:
+    """All-gather and reduce-scatter along the sequence, or all-reduce."""
+    torch.manual_seed(0)
+    layout = Shard(1) if sequence_parallel else Replicate()
+    columns = ColwiseParallel(input_layouts=layout)
+    plan = {"gate": columns, "up": columns, "down": RowwiseParallel(output_layouts=layout)}
+    return parallelize_module(MLP().double(), init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def steps(
+    compile_: Callable[[nn.Module], Any], sequence_parallel: bool, dim: int, mark: bool, lengths: tuple[int, ...]
+) -> tuple[list[Tensor], int]:
+    """Results of one step a length, and the number of graphs that were compiled for them.
+
+    A training step with its gradients with `sequence_parallel`; else inference, as plain Inductor of torch 2.13 fails to
+    compile the backward of the all-reduce plan with a symbolic sequence.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    model = tensor_parallel(sequence_parallel)
+    call = compile_(model)
+    found: list[Tensor] = []
+    for length in lengths:
+        generator = torch.Generator().manual_seed(length + (dist.get_rank() if sequence_parallel else 0))
+        shape = (length, SHARD, DIM) if dim == 0 else (BATCH, length, DIM)
+        x = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        if mark:
+            torch._dynamo.mark_dynamic(x, dim)
+        with torch.set_grad_enabled(sequence_parallel):
+            y = call(x)
+        found.append(y.detach())
+        if sequence_parallel:
+            y.square().sum().backward()
+            gradients = [tensor.grad for tensor in (x, *model.parameters())]
+            assert None not in gradients
+            found += [local(gradient).clone() for gradient in gradients if gradient is not None]
+            model.zero_grad()
+    return found, counters["stats"]["unique_graphs"]
+
+
+def changing_lengths(sequence_parallel: bool, dim: int, mark: bool) -> tuple[list[Record], int]:
+    """Records and number of compiles, after a check that values, gradients and compiles are those of plain Inductor."""
+    lengths = (4, 6, 3)
+    counter: list[Any] = []
+
+    def plainly(model: nn.Module) -> Any:
+        compiled, count = plain(model)
+        counter.append(count)
+        return compiled
+
+    with generating(kernels=False):
+        wanted, compiles = steps(plainly, sequence_parallel, dim, mark, lengths)
+        with fo_compiler.record() as report:
+            got, ours_compiles = steps(ours, sequence_parallel, dim, mark, lengths)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    assert ours_compiles == compiles, f"{ours_compiles} compiles, plain Inductor needs {compiles}"
+    assert not pending_transfers()
+    if mark:  # without, the first graph is static, and its collectives have the names of those of the second
+        assert_one_record_each(report.records, counter[0].count)
+    return report.records, compiles
