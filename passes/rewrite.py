@@ -344,7 +344,8 @@ class _Writer:
     def _block(self, node: Node, rank: int, results: dict[Node, Node]) -> Node:
         """The block of one rank, out of the joined tensor."""
         site = self.site
-        size = shape_of(site.value)[site.dim] // site.ranks
+        size = quotient(shape_of(site.value)[site.dim], site.ranks)
+        assert size is not None
         bounds = (rank * size, (rank + 1) * size)
         block = self._emit(f"block_{node.name}", aten.slice.Tensor, (results[site.value], site.dim, *bounds), None)
         return self._with_strides_of(node, block)

@@ -67,7 +67,7 @@ def steps(
         if sequence_parallel:
             y.square().sum().backward()
             gradients = [tensor.grad for tensor in (x, *model.parameters())]
-            assert None not in gradients
+            assert all(gradient is not None for gradient in gradients)
             found += [local(gradient).clone() for gradient in gradients if gradient is not None]
             model.zero_grad()
     return found, counters["stats"]["unique_graphs"]
@@ -90,6 +90,6 @@ def changing_lengths(sequence_parallel: bool, dim: int, mark: bool) -> tuple[lis
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert ours_compiles == compiles, f"{ours_compiles} compiles, plain Inductor needs {compiles}"
     assert not pending_transfers()
-    if mark:  # without, the first graph is static, and its collectives have the names of those of the second
+    if compiles == 1:  # else its collectives have the names of those of another graph
         assert_one_record_each(report.records, counter[0].count)
     return report.records, compiles
