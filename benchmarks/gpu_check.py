@@ -35,6 +35,9 @@ CHECKS: dict[str, str] = {
     "kernel_values": "benchmarks.gpu_kernels:values",
     "kernel_late_flags": "benchmarks.gpu_kernels:late_flags",
     "kernel_speed": "benchmarks.gpu_kernels:speed",
+    "copy_engine": "benchmarks.gpu_transports:copy_engine",
+    "timeline": "benchmarks.gpu_transports:timeline",
+    "several_gpus": "benchmarks.gpu_transports:several_gpus",
 }
 
 
