@@ -121,7 +121,9 @@ def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision
             if region.slices_per_rank != choice.schedule.slices_per_rank:  # some view only takes coarser slices
                 choice = _predict(region, options, (region.slices_per_rank,))
     except MachineError as error:
-        schedule = None if options.rewrite == "auto" else build(cut.kind, families(cut, options)[0], cut.ranks)
+        schedule = (
+            None if options.rewrite == "auto" else build(cut.kind, families(cut, options, region.scatter)[0], cut.ranks)
+        )
         return Decision(plan(1), schedule, f"no prediction: {error}")
     reason = choice.reason
     example = example_shape(cut.value)
@@ -141,11 +143,11 @@ def _check_sizes(region: Region) -> None:
         raise NotSeparable(str(error)) from error
 
 
-def families(site: Site, options: Options) -> tuple[str, ...]:
-    """The schedule families that are allowed for a site."""
+def families(site: Site, options: Options, scatter: Site | None = None) -> tuple[str, ...]:
+    """The schedule families that are allowed for a site; `scatter` is the other end of a chain, where sums travel."""
     if options.schedule in FAMILIES[site.kind]:  # an all-to-all has no ring
         return (options.schedule,)
-    if site.kind.reduces and tensor_of(site.value).dtype in (torch.float16, torch.bfloat16):
+    if site.kind.reduces and tensor_of((scatter or site).value).dtype in (torch.float16, torch.bfloat16):
         # All partial sums meet in float32 and are rounded once; every other family rounds at each hop.
         return ("direct",)
     return tuple(FAMILIES[site.kind])
@@ -155,13 +157,14 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
     site = region.site
     value = tensor_of(site.value)
     machine = machine_of(options, value.device.type)
+    allowed = families(site, options, region.scatter)
     return _choose(
         site.kind,
         machine,
         site.ranks,
         tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls),
         slice_bytes_of(region),
-        None if options.schedule == "auto" and len(families(site, options)) > 1 else families(site, options),
+        None if options.schedule == "auto" and len(allowed) > 1 else allowed,
         slices_per_rank,
         options.margin,
         None if options.max_buffer_mb is None else options.max_buffer_mb * 1e6,

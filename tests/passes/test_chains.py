@@ -90,6 +90,18 @@ def test_scatters_whose_results_are_added_end_one_chain(op: str) -> None:
     assert all("whose results are added" in record.reason for record in records)
 
 
+def test_sums_of_16_bits_are_direct_whatever_the_type_of_what_arrives() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return reduce_scatter((all_gather(x, 0, 2) @ w).to(torch.bfloat16), 0, 2)
+
+    gather, scatter = assert_equivalent(
+        capture(function, tensors((4, 3), (3, 5))), on_each_rank(2, (4, 3), (3, 5)), rtol=2**-7, atol=2**-7
+    ).records
+    assert gather.schedule is not None
+    assert gather.schedule.startswith("chain direct")
+    assert gather.schedule == scatter.schedule
+
+
 def chain_of(function, *shapes: tuple[int, ...]) -> Region:
     gather, scatter = sites(capture(function, tensors(*shapes)), 2)
     assert isinstance(gather, Site)
