@@ -13,7 +13,7 @@ from fo_compiler.errors import KernelError
 from .helpers import FLOATS, assert_close_to_exact, strided, values
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_number_of_partials_of_any_strides_is_rounded_once(data: st.DataObject) -> None:
     draw = data.draw

@@ -19,7 +19,7 @@ from .helpers import FLOATS, OPERANDS, TILE, TILES, assert_close_to_exact, strid
 from .test_flags import int32
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_slices_that_arrive_late_give_what_the_plain_gather_gives(data: st.DataObject) -> None:
     draw = data.draw

@@ -25,7 +25,7 @@ from .helpers import FLOATS, OPERANDS, TILE, TILES, assert_close_to_exact, strid
 from .test_flags import int32
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_each_slice_is_its_product_and_what_arrived_and_is_whole_when_its_flag_is_up(data: st.DataObject) -> None:
     draw = data.draw
