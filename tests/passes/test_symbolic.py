@@ -85,6 +85,14 @@ def test_one_graph_serves_all_sizes_without_a_guard(
     assert guards(gm) == before
 
 
+@pytest.mark.parametrize(("dims", "schedule"), [((0,), "ring x2"), ((1,), "ring")], ids=["batch", "sequence"])
+def test_a_rank_has_several_slices_where_they_are_known_to_divide(dims: Sequence[int], schedule: str) -> None:
+    options = Options(rewrite="always", schedule="ring", slices_per_rank=2)
+    (record,) = assert_equivalent(captured(gather, dims), at(SIZES[0]), options).records
+    assert record.schedule == schedule
+
+
+@pytest.mark.slow
 def test_attention_over_symbolic_rows_is_sliced_with_its_projection() -> None:
     def attended(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         q = x.repeat(1, N, 1).unsqueeze(1).expand(-1, 2, -1, -1)
