@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +351,7 @@ def checkpointed(mode: str) -> list[Record]:
     def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         if mode == "none":
             return x + mlp(x, up, down)
-        kwargs = {} if mode == "full" else {"context_fn": lambda: create_selective_checkpoint_contexts(keep_products)}
+        kwargs = {} if mode == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)}
         return x + checkpoint(mlp, x, up, down, use_reentrant=False, **kwargs)
 
     def step(call: Callable[..., Tensor], compiled: bool = True) -> tuple[list[Tensor], int]:
