@@ -151,7 +151,9 @@ def _graph_digest(graph: Graph) -> str:
 
     def line(node: Node) -> str:
         args = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
-        return f"{node.op} {node.target if node.op != 'placeholder' else ''} {args} {node.meta.get('val')}"
+        value = node.meta.get("val")  # of other things than tensors the text may hold an address of this process
+        tensor = f"{value.dtype}{list(value.shape)}{list(value.stride())}" if isinstance(value, torch.Tensor) else ""
+        return f"{node.op} {node.target if node.op != 'placeholder' else ''} {args} {tensor}"
 
     return hashlib.sha256("\n".join(map(line, graph.nodes)).encode()).hexdigest()[:16]
 
