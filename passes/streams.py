@@ -83,7 +83,10 @@ def _alternate(graph: Graph, matmuls: list[Node], events: Iterator[int]) -> None
     start = next(node for node in nodes if _is_pinned_in(node, place.region))
     ready = set(nodes[: nodes.index(start)])
     buffers = list(dict.fromkeys(_buffer(node) for node in matmuls))
-    for node in [*buffers, *(operand for matmul in matmuls for operand in _operands(matmul))]:
+    for buffer in buffers:
+        start.prepend(buffer)
+    ready -= set(buffers)  # what reads them comes behind the matmul that writes them
+    for node in (operand for matmul in matmuls for operand in _operands(matmul)):
         _hoist(node, start, ready)
     early = dict.fromkeys(operand for node in matmuls for operand in _operands(node) if operand in ready)
     with graph.inserting_before(start):
@@ -125,7 +128,7 @@ def _hoist(node: Node, start: Node, ready: set[Node]) -> bool:
     if node in ready:
         return True
     place = node.meta.get("fo")
-    if place is None or place.pinned or node.target is ops.wait:
+    if place is None or place.pinned or node.target in (ops.wait, _EMPTY):
         return False
     if not all([_hoist(source, start, ready) for source in node.all_input_nodes]):
         return False

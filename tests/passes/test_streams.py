@@ -43,6 +43,11 @@ def block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x + reduce_scatter((all_gather(x, 1, RANKS) @ w).relu() @ v, 1, RANKS)
 
 
+def chain(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """One region with two matmuls: what the first writes on a side stream, the second reads on it."""
+    return reduce_scatter((all_gather(x, 0, RANKS) @ w).relu() @ v, 0, RANKS)
+
+
 def reduced(x: Tensor, w: Tensor) -> Tensor:
     return all_reduce(x @ w).sin()
 
@@ -51,6 +56,7 @@ BODIES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
     "gather_two": (gather_two, ((2, 4, 6), (6, 5), (6, 7))),
     "scatter": (scatter, ((2, 12, 6), (6, 5))),
     "block": (block, ((2, 4, 6), (6, 8), (8, 6))),
+    "chain": (chain, ((6, 6), (6, 8), (8, 6))),
     "reduced": (reduced, ((12, 6), (6, 5))),
 }
 
