@@ -93,7 +93,7 @@ def generate(
 
     mode, fakes = fake_module(model, inputs)
     with record() as report, mode, torch.set_grad_enabled(backward):
-        result = torch.compile(model, backend=backend, fullgraph=True)(*fakes)
+        result = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(*fakes)
         if backward:
             result.sum().backward()
     return programs, report
