@@ -51,9 +51,10 @@ class Options:
     compute_streams: int = 1
     """Streams on CUDA that the matmuls of slices run on: 1, the caller's, or 2 of their own, in turn."""
 
-    transport: str = "auto"
+    transport: str = "c10d"
     """How tensors travel between CUDA devices: `c10d` (NCCL), `copy_engine` (symmetric memory, for GPUs that map each
-    other's memory), or `auto`: the copy engine where every pair of the group has it and it is predicted to be faster."""
+    other's memory), or `auto`: the copy engine where every pair of the group has it and it is predicted to be faster. It is not
+    the default as long as `make gpu-check` has not passed on such GPUs."""
 
     slice_matmul: str = "auto"
     """What multiplies a slice: `library`: an op of ours around torch.mm, which writes in place; `triton`: our kernel, on CUDA;

@@ -291,9 +291,10 @@ def test_the_depth_is_what_saves_most_time() -> None:
 
 def test_a_deeper_region_leaves_the_matmuls_next_to_other_collectives_to_them() -> None:
     def layer(x: Tensor, up: Tensor, middle: Tensor, down: Tensor) -> Tensor:
-        return reduce_scatter(torch.relu(all_gather(x, 0, 2) @ up) @ middle @ down, 0, 2)
+        return reduce_scatter(torch.relu(all_gather(x, 0, 2) @ up) @ middle @ down, 0, 2, "1")
 
     shapes = ((4, 6), (6, 8), (8, 8), (8, 6))
     gm = capture(layer, tensors(*shapes))
-    records = assert_equivalent(gm, on_each_rank(2, *shapes), Options(rewrite="always", depth=4)).records
+    options, groups = Options(rewrite="always", depth=4), {"0": [[0, 1]], "1": [[0, 1]]}  # of two groups: no chain
+    records = assert_equivalent(gm, on_each_rank(2, *shapes), options, groups).records
     assert [record.region for record in records] == [("mm", "mm_1"), ("mm_2",)]

@@ -25,6 +25,7 @@ from fo_compiler.runtime.streams import CALLER, COMM, COMPUTE
 from fo_compiler.testing import rewrite_for_rank, run_ranks
 from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 from tests.passes.helpers import on_each_rank, tensors
+from tests.passes.test_races import unordered_conflicts
 
 RANKS = 3
 Body = Callable[..., Any]
@@ -140,7 +141,10 @@ def test_plans_have_no_race_and_every_broken_one_is_found(
     assert find_races(plan) == []
     step = data.draw(st.sampled_from([step for step in plan if step.stream != CALLER or step.holds - {""}]))
     broken = data.draw(st.sampled_from(breakages(plan, plan.index(step))))
-    assert find_races(broken), f"not found: {step}"
+    # Another event on the same stream may stand in for the one that is gone: then no conflict is left unordered.
+    assert find_races(broken) or not unordered_conflicts(broken), f"not found: {step}"
+    everywhere = tuple(replace(step, after=()) for step in plan)
+    assert find_races(everywhere)
 
 
 def breakages(plan: Plan, index: int) -> list[Plan]:

@@ -27,7 +27,7 @@ def rewritten(cuda: bool = True, **options: Any) -> tuple[Record, set[str]]:
     gm = capture(lambda x, w: all_gather(x, 1, RANKS) @ w, [x, w])
     if cuda:
         move_graph(gm, CUDA)
-    made = Options(rewrite="always", machine="h100-nvlink", **options)
+    made = Options(**{"rewrite": "always", "machine": "h100-nvlink", "transport": "auto", **options})
     (record,) = overlap(gm.graph, made, LocalWorld(RANKS).transport(1), pin=False).records
     exchanges = gm.graph.find_nodes(op="call_function", target=ops.exchange)
     return record, {node.kwargs.get("transport", "c10d") for node in exchanges}
@@ -89,6 +89,11 @@ def test_the_option_decides(name: str) -> None:
     record, used = rewritten(transport=name)
     assert used == {name}
     assert f"option transport='{name}'" in record.reason
+
+
+def test_by_default_transfers_go_through_c10d(nvlink: pytest.MonkeyPatch) -> None:
+    _, used = rewritten(transport=Options().transport)
+    assert used == {"c10d"}
 
 
 def test_on_the_cpu_there_is_nothing_to_choose() -> None:

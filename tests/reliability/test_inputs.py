@@ -44,7 +44,7 @@ def fake_world() -> Iterator[None]:
 
 # --- options ---------------------------------------------------------------------------------------------------------
 
-WRONG_FOR_ALL = [object(), [], {}, (), b"auto", 1j, float("inf"), float("nan"), -1, "no such thing", ""]
+WRONG_FOR_ALL = [..., [], {}, (), b"auto", 1j, float("inf"), float("nan"), -1, "no such thing", ""]
 
 
 @pytest.mark.parametrize("value", WRONG_FOR_ALL, ids=repr)

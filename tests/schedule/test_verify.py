@@ -104,7 +104,7 @@ def test_every_family_is_accepted(kind: Kind, family: str, ranks: int) -> None:
         verify(build(kind, family, ranks, m))
 
 
-@pytest.mark.parametrize("kind", list(FAMILIES))
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind is not Kind.CHAIN])  # a chain has no such schedule
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 4), (12, 4), (4, 1), (4, 4), (1, 1)])
 def test_every_two_level_schedule_is_accepted(kind: Kind, ranks: int, ranks_per_node: int) -> None:
     for m in (1, 2):
@@ -207,7 +207,7 @@ def test_a_send_that_nobody_receives_is_refused() -> None:
 @given(st.data())
 def test_no_single_deletion_goes_unnoticed(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(list(FAMILIES)))
-    family = data.draw(st.sampled_from([*FAMILIES[kind], TWO_LEVEL]))
+    family = data.draw(st.sampled_from([*FAMILIES[kind], *([] if kind is Kind.CHAIN else [TWO_LEVEL])]))
     schedule = build(kind, family, data.draw(st.sampled_from([2, 4, 6])), data.draw(st.integers(1, 2)), 2)
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     at = data.draw(st.integers(0, len(schedule.program(rank)) - 1))
