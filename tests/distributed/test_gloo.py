@@ -71,10 +71,10 @@ def test_the_model_trains_as_under_plain_inductor_for_fifty_steps(world: Worlds)
     assert rewritten(records) > 0
 
 
-def test_the_model_trains_with_direct_transfers_and_two_slices_a_rank(world: Worlds) -> None:
-    records = agreed(
-        world(2).run(partial(checks.model_trains_as_under_plain_inductor, "direct", 2, steps=50, kernels=True))
-    )
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=pytest.mark.nightly)])  # minutes of C++
+def test_the_model_trains_with_direct_transfers_and_two_slices_a_rank(world: Worlds, kernels: bool) -> None:
+    check = partial(checks.model_trains_as_under_plain_inductor, "direct", 2, steps=50, kernels=kernels)
+    records = agreed(world(2).run(check))
     assert {record.schedule for record in records if record.schedule} >= {"direct x2", "chain direct x2"}
 
 
@@ -91,7 +91,6 @@ def test_all_reduces_train_as_under_plain_inductor(world: Worlds) -> None:
     assert any(not record.rewritten for record in done), "that of the embedding has no matmul"
     halved = [record for record in done if " + " in (record.schedule or "")]
     assert {record.graph for record in halved} == {"forward", "backward"}
-    assert any("whose results are added" in record.reason for record in done if record.graph == "backward")
 
 
 def test_checkpointed_blocks_train_as_without_and_keep_no_more_than_plain_inductor(world: Worlds) -> None:
@@ -159,7 +158,7 @@ def test_every_gather_and_scatter_dim_of_four_ranks(world: Worlds) -> None:
     assert rewritten(records) >= 15
 
 
-@pytest.mark.parametrize(("axis", "schedule"), [(0, "ring"), (1, "direct")])
+@pytest.mark.parametrize(("axis", "schedule"), [(0, "ring"), pytest.param(1, "direct", marks=pytest.mark.nightly)])
 def test_the_model_trains_on_either_axis_of_a_mesh(world: Worlds, axis: int, schedule: str) -> None:
     records = agreed(world(4).run(partial(checks.model_trains_as_under_plain_inductor, schedule, 1, axis=axis)))
     assert {record.group_size for record in records} == {2}
