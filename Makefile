@@ -44,6 +44,7 @@ format: .venv/ready  ## format the code
 	$(BIN)/ruff check --fix .
 
 bench: .venv/ready  ## measure (benchmarks/); results go to benchmarks/results/
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[bench]"
 	$(RUN) $(BIN)/python -m benchmarks
 
 gpu-check:  ## check and measure kernels on the GPUs of this machine (under 8 minutes; PYTHON= the one with torch for CUDA)

@@ -92,9 +92,11 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     torch.compiler.reset()
     options: dict[str, Any] = {"machine": machine} if machine else {}
     ways = {
-        "inductor": torch.compile(region, backend="inductor"),
-        "auto": torch.compile(region, backend="flashoverlap", options=options or None),
-        "always": torch.compile(region, backend="flashoverlap", options={**options, "rewrite": "always"}),
+        "inductor": torch.compile(region, backend="inductor", dynamic=False),
+        "auto": torch.compile(region, backend="flashoverlap", dynamic=False, options=options or None),
+        "always": torch.compile(
+            region, backend="flashoverlap", dynamic=False, options={**options, "rewrite": "always"}
+        ),
     }
     with record() as report:
         for way in ways.values():

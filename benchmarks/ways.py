@@ -25,7 +25,8 @@ def ways(case: Case, options: dict[str, Any]) -> dict[str, Way]:
     """Name -> one run of the region on this rank. What does not depend on `options` is compiled once a region."""
     set_pace(case)
     built = _built(replace(case, slice_ms=0.0) if case.compute == "standin" else case)
-    ours = torch.compile(built.region, backend="flashoverlap", options=options)
+    # Cases differ in their sizes: without dynamic=False torch would compile later ones for symbolic sizes.
+    ours = torch.compile(built.region, backend="flashoverlap", dynamic=False, options=options)
     return {**built.ways, "overlap": lambda: ours(built.x)}
 
 
@@ -42,8 +43,8 @@ def _built(case: Case) -> _Built:
         200  # one module, compiled for every kind and with the options of every case
     )
     region, x = Region(case), example_input(case)
-    inductor = torch.compile(region, backend="inductor")
-    alone = torch.compile(region.body, backend="inductor")
+    inductor = torch.compile(region, backend="inductor", dynamic=False)
+    alone = torch.compile(region.body, backend="inductor", dynamic=False)
     body_input = torch.randn(case.shape[:2])
     part, whole = torch.randn(ROWS, case.width), torch.randn(case.rows, case.width)
     return _Built(

@@ -68,12 +68,10 @@ def all_reduce(gather: Program, m: int) -> Program:
     gather_turns = _turns(_storing(gather), compute_first=False)
     for part in range(m):
         for scattering, gathering in zip(scatter_turns, gather_turns, strict=True):
-            arriving = [a for a in gathering if not isinstance(a, (Compute, Post))] if part else []
-            leaving = [a for a in gathering if isinstance(a, Post)] if part else []
-            emit([a for a in scattering if not isinstance(a, Post)], "scatter", part)
-            emit(arriving, "gather", part - 1)
-            emit([a for a in scattering if isinstance(a, Post)], "scatter", part)
-            emit(leaving, "gather", part - 1)
+            # The finished sums move on before the compute, a new sum after it: each transfer has one compute to itself
+            # at the ends of a part, and no two of a rank start at once.
+            emit([a for a in gathering if part and not isinstance(a, Compute)], "gather", part - 1)
+            emit(scattering, "scatter", part)
     # Nothing is computed any more: what is finished here leaves at once, the rest as soon as it has arrived.
     tail = [action for action in _storing(gather) if not isinstance(action, Compute)]
     at_once = [isinstance(a, Post) and a.send is not None and a.send.slice == 0 for a in tail]
