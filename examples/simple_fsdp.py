@@ -49,7 +49,7 @@ def main() -> None:
     data = torch.randn(STEPS, dist.get_world_size(), BATCH, DIM)[:, dist.get_rank()]  # other samples on each rank
 
     def train(backend: str, options: Any) -> list[Tensor]:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         model = shard_parameters(copy.deepcopy(layers), mesh)
         compiled = torch.compile(model, backend=backend, options=options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

@@ -72,7 +72,7 @@ def main() -> None:
 
     quick: Any = {"fallback_by_default": True}  # ATen for all that is no collective: no C++ compiler is waited for
     plain = step(torch.compile(model, options=quick))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with fo_compiler.record() as report:
         ours = step(torch.compile(model, backend="flashoverlap", options={"rewrite": "always", **quick}))
     for got, want in zip(ours, plain, strict=True):

@@ -213,7 +213,7 @@ def test_no_schedule_on_any_machine_beats_the_bound(data: st.DataObject) -> None
         for family in families:
             us = simulate(build(kind, family, ranks, m), machine, cost).makespan_us
             assert us >= bound.us * (1 - 1e-9), (kind, family, us, bound)
-        for k in (k for k in (1, 2, 3) if ranks % k == 0):
+        for k in (k for k in (1, 2, 3) if ranks % k == 0 and kind is not Kind.CHAIN):  # a chain has no such schedule
             us = simulate(build(kind, "two_level", ranks, m, k), machine, cost).makespan_us
             assert us >= bound.us * (1 - 1e-9), (kind, "two_level", k, us, bound)
 
