@@ -26,7 +26,7 @@ demo: .venv/ready  ## train a tensor-parallel Llama with plain Inductor and with
 	$(RUN) $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_tensor_parallel.py $(ARGS)
 
 test: .venv/ready  ## run all tests (under 15 minutes on 2 cores)
-	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 quick: .venv/ready  ## run the fast tests (under 90 seconds)
 	$(RUN) FO_TEST_EXAMPLES=50 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not nightly"
