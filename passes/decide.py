@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-import torch
 from torch.fx import Node
 
 from ..errors import MachineError
@@ -25,7 +24,7 @@ from ..schedule.presets import default_machine, find_machine
 from .attention import ROWS, product_sizes
 from .regions import Region, plan_chain, plan_region
 from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
-from .separability import NotSeparable, example_shape, shape_of, tensor_of
+from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of
 from .sites import Site
 from .sizes import SizeNodes, UnknownSize, quotient
 
@@ -147,7 +146,7 @@ def families(site: Site, options: Options, scatter: Site | None = None) -> tuple
     """The schedule families that are allowed for a site; `scatter` is the other end of a chain, where sums travel."""
     if options.schedule in FAMILIES[site.kind]:  # an all-to-all has no ring
         return (options.schedule,)
-    if site.kind.reduces and tensor_of((scatter or site).value).dtype in (torch.float16, torch.bfloat16):
+    if site.kind.reduces and tensor_of((scatter or site).value).dtype in SIXTEEN_BIT:
         # All partial sums meet in float32 and are rounded once; every other family rounds at each hop.
         return ("direct",)
     return tuple(FAMILIES[site.kind])

@@ -6,6 +6,9 @@
 
 The gradients of matmuls that share an input meet so, in plain tensor parallel and with sequence parallel: each is summed over the
 ranks, and then they are added. Half of what travels is saved, and one region has all their matmuls to hide it under.
+
+Not in 16-bit types: each rank would round its own sum, which may be much larger than what is left when the ranks' sums
+cancel. (Partial sums of 100 that cancel to 1, bfloat16, 2 ranks: an error of 0.35 in place of 0.0006.)
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch.fx import Graph, Node
 from ..schedule import Kind
 from .edit import Edit, c10d
 from .rules import aten
-from .separability import shape_of, tensor_of
+from .separability import SIXTEEN_BIT, shape_of, tensor_of
 from .sites import Groups, Site, site_of
 
 
@@ -35,7 +38,7 @@ def merge_sums(graph: Graph, site: Site, groups: Groups) -> Merged | None:
 
     None, and the graph as it was, where there are none. Nobody else may read the results, nor the sums between.
     """
-    if not site.kind.reduces:
+    if not site.kind.reduces or tensor_of(site.value).dtype in SIXTEEN_BIT:
         return None
     root, parts = site.wait, {site.wait: site}
     while len(root.users) == 1:

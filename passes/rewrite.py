@@ -22,7 +22,16 @@ from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
 from .attention import sliced_call
 from .regions import Region
 from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims, tensor_operands
-from .separability import Cut, dense_order, local_shape, shape_of, slice_size, strides_that_matter, tensor_of
+from .separability import (
+    SIXTEEN_BIT,
+    Cut,
+    dense_order,
+    local_shape,
+    shape_of,
+    slice_size,
+    strides_that_matter,
+    tensor_of,
+)
 from .sites import Site
 from .sizes import Size, SizeNodes, as_size, quotient
 
@@ -283,7 +292,7 @@ class _Writer:
             self.sums[slice_] = value
             return
         dtype = tensor_of(self.summed.value).dtype
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        wide = torch.float32 if dtype in SIXTEEN_BIT else dtype
         terms = tuple(self._as_dtype(term, wide, slice_) for term in (self.sums[slice_], value))
         self.sums[slice_] = self._emit("add", aten.add.Tensor, terms, slice_)
 

@@ -20,6 +20,8 @@ from .sizes import Size, UnknownSize, as_size, hint, product, quotient
 
 Shape: TypeAlias = tuple[Size, ...]
 
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)  # sums of these are rounded no more often than the plain graph does
+
 
 class NotSeparable(Exception):
     """A node cannot be computed slice by slice along the asked dim; the message is the reason, for the records."""
@@ -175,7 +177,7 @@ class Axes:
         if not self.sums:
             raise NotSeparable(f"{node.name} ({node.target}) reduces over this dim")
         dtype = tensor_of(node).dtype
-        if dtype in (torch.float16, torch.bfloat16):
+        if dtype in SIXTEEN_BIT:
             raise NotSeparable(f"{node.name} sums over this dim: each slice would round to {dtype} once more")
         return Split(inputs, None)
 

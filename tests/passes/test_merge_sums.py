@@ -9,7 +9,7 @@ from torch import Tensor
 from fo_compiler.options import Options
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.local import LocalWorld
-from fo_compiler.testing import assert_equivalent, rewrite_for_rank
+from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
 from tests.graphs import all_reduce, capture, reduce_scatter
 from tests.passes.helpers import on_each_rank, tensors
 
@@ -62,6 +62,26 @@ def test_only_equal_sums_are_merged(function) -> None:
     groups = {"0": [[0, 1]], "1": [[0, 1]]}
     records = assert_equivalent(capture(function, inputs[0]), inputs, groups=groups).records
     assert not [record for record in records if "whose results are added" in record.reason]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_sums_that_cancel_lose_nothing(dtype: torch.dtype) -> None:
+    """The partial sums of the two ranks are large and cancel: the result is as exact as that of two collectives."""
+
+    def function(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return all_reduce(x @ a) + all_reduce(x @ b)
+
+    first = tensors(*SHAPES, dtype=dtype)
+    second = [-100 * first[0] + tensors(SHAPES[0], seed=1)[0].to(dtype), *first[1:]]
+    inputs = [[100 * first[0], *first[1:]], second]
+    products = [[t[0].matmul(w).double() for w in t[1:3]] for t in inputs]  # each rounded, as a matmul rounds
+    exact = sum(p for rank in products for p in rank)
+    plain = sum(sum(rank[i] for rank in products).to(dtype) for i in (0, 1)).double()
+    gm = capture(function, first)
+    world = LocalWorld(2)
+    graphs = [rewrite_for_rank(gm, Options(rewrite="always"), world.transport(rank))[0] for rank in range(2)]
+    for result in run_ranks(graphs.__getitem__, inputs, world):
+        assert (result.double() - exact).norm() <= 1.01 * (plain - exact).norm()
 
 
 def test_what_is_not_rewritten_is_not_merged() -> None:
