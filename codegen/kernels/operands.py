@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...errors import KernelError
+from ..launch import tile_arguments
+from ..tiles import Tile
+from .language import INTERPRETED
 
 Strides = tuple[int, int, int]  # of a block of rows, a row, an element of a row
 EPILOGUES = ("none", "relu", "gelu", "gelu_tanh", "silu")
@@ -43,6 +48,30 @@ def as_blocks(*tensors: torch.Tensor) -> tuple[int, list[Strides]]:
     if all(t.stride(0) == inner * t.stride(1) for t in tensors):
         return outer * inner, [(0, t.stride(1), t.stride(2)) for t in tensors]
     return inner, [(t.stride(0), t.stride(1), t.stride(2)) for t in tensors]
+
+
+def product_arguments(
+    b: torch.Tensor, a_strides: Strides, out_strides: Strides, rows: int, inner: int, kind: str, tile: Tile
+) -> dict[str, Any]:
+    """The arguments that every kernel with a matmul has: sizes, strides, how to multiply, and its tile.
+
+    `rows` rows lie in blocks of `inner` (`as_blocks`); `kind` is that of `operand_kind`.
+    """
+    depth, cols = b.shape
+    return {
+        "rows": rows,
+        "cols": cols,
+        "depth": depth,
+        "inner": inner,
+        **dict(zip(("a_outer", "a_row", "a_k"), a_strides, strict=True)),
+        "b_k": b.stride(0),
+        "b_n": b.stride(1),
+        **dict(zip(("out_outer", "out_row", "out_n"), out_strides, strict=True)),
+        "SPLIT": inner != rows,
+        "PRECISION": "tf32" if kind == "tf32" else "ieee",
+        "PLAIN": INTERPRETED,
+        **tile_arguments(tile, depth),
+    }
 
 
 def vector(tensor: torch.Tensor | None, size: int, name: str) -> torch.Tensor | None:

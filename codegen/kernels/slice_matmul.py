@@ -24,10 +24,10 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 
 from ...errors import KernelError
-from ..launch import Launch, device_of, operand_kind, tile_arguments
+from ..launch import Launch, device_of, operand_kind
 from ..tiles import Tile, default_tile
-from .language import INTERPRETED, jit
-from .operands import as_blocks, check_epilogue, check_operands, scalar, vector
+from .language import jit
+from .operands import as_blocks, check_epilogue, check_operands, product_arguments, scalar, vector
 from .product import activate, place, product, row_offset
 
 
@@ -102,7 +102,7 @@ def matmul_into_launch(
     if start is not None and start.shape != out.shape:
         raise KernelError.wrong("start", f"the shape of out, {tuple(out.shape)}", tuple(start.shape))
     kind = operand_kind(a.dtype, allow_tf32)
-    (depth, cols), rows = b.shape, prod(a.shape[:-1])
+    cols, rows = b.shape[1], prod(a.shape[:-1])
     if out.numel() == 0:
         return None
     device = device_of(a)
@@ -120,20 +120,9 @@ def matmul_into_launch(
         "bias_ptr": vector(bias, cols, "bias"),
         "start_ptr": start,
         "scale_ptr": scalar(scale, "scale"),
-        "rows": rows,
-        "cols": cols,
-        "depth": depth,
-        "inner": inner,
-        **dict(zip(("a_outer", "a_row", "a_k"), a_strides, strict=True)),
-        "b_k": b.stride(0),
-        "b_n": b.stride(1),
-        **dict(zip(("out_outer", "out_row", "out_n"), out_strides, strict=True)),
+        **product_arguments(b, a_strides, out_strides, rows, inner, kind, tile),
         **dict(zip(("start_outer", "start_row", "start_n"), start_strides, strict=True)),
-        "SPLIT": inner != rows,
         "EPILOGUE": epilogue,
-        "PRECISION": "tf32" if kind == "tf32" else "ieee",
-        "PLAIN": INTERPRETED,
-        **tile_arguments(tile, depth),
     }
     name = f"matmul_into[{kind}{',split' if inner != rows else ''}]"
     return Launch(name, matmul_into_kernel, (tile.count(rows, cols),), arguments, tile.warps, tile.stages)

@@ -32,12 +32,12 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 
 from ...errors import KernelError
-from ..launch import Launch, device_of, operand_kind, tile_arguments
+from ..launch import Launch, device_of, operand_kind
 from ..order import GatherGroup
 from ..tiles import Tile, default_tile
 from .flags import POLLS, check_int32, wait_flag
-from .language import INTERPRETED, jit
-from .operands import as_blocks, check_epilogue, check_operands, scalar, vector
+from .language import jit
+from .operands import as_blocks, check_epilogue, check_operands, product_arguments, scalar, vector
 from .product import activate, place, product, row_offset
 
 
@@ -151,7 +151,7 @@ def all_gather_matmul_launch(
         check_int32(tensor, name, size)
     check_int32(epoch, "epoch", 1)
     kind = operand_kind(gathered.dtype, allow_tf32)
-    (depth, cols), rows = b.shape, prod(gathered.shape[1:-1])
+    cols, rows = b.shape[1], prod(gathered.shape[1:-1])
     if out.numel() == 0:
         return None
     device = device_of(gathered)
@@ -177,22 +177,11 @@ def all_gather_matmul_launch(
         "late_ptr": late,
         "polls": polls,
         "slices": slices,
-        "rows": rows,
-        "cols": cols,
-        "depth": depth,
-        "inner": inner,
         "own_slice": own.stride(0),
         "gathered_slice": gathered.stride(0),
-        **dict(zip(("a_outer", "a_row", "a_k"), a_strides, strict=True)),
-        "b_k": b.stride(0),
-        "b_n": b.stride(1),
+        **product_arguments(b, a_strides, out_strides, rows, inner, kind, tile),
         "out_slice": out.stride(0),
-        **dict(zip(("out_outer", "out_row", "out_n"), out_strides, strict=True)),
-        "SPLIT": inner != rows,
         "EPILOGUE": epilogue,
-        "PRECISION": "tf32" if kind == "tf32" else "ieee",
-        "PLAIN": INTERPRETED,
-        **tile_arguments(tile, depth),
     }
     grid = (min(programs or device.multiprocessors, total),)
     return Launch(f"all_gather_matmul[{kind}]", all_gather_matmul_kernel, grid, arguments, tile.warps, tile.stages)

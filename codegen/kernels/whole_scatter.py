@@ -40,12 +40,12 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 
 from ...errors import KernelError
-from ..launch import Launch, device_of, operand_kind, tile_arguments
+from ..launch import Launch, device_of, operand_kind
 from ..order import ScatterGroup
 from ..tiles import Tile, default_tile
 from .flags import POLLS, check_int32, set_flag, wait_flag
-from .language import INTERPRETED, jit
-from .operands import as_blocks, check_operands, scalar
+from .language import jit
+from .operands import as_blocks, check_operands, product_arguments, scalar
 from .product import place, product, row_offset
 
 
@@ -179,7 +179,7 @@ def matmul_reduce_scatter_launch(
     for tensor, name, size in ((counters, "counters", slices), (late, "late", slices), (epoch, "epoch", 1)):
         check_int32(tensor, name, size)
     kind = operand_kind(a.dtype, allow_tf32)
-    (depth, cols), rows = b.shape, prod(a.shape[1:-1])
+    cols, rows = b.shape[1], prod(a.shape[1:-1])
     if like.numel() == 0:
         return None
     device = device_of(a)
@@ -201,20 +201,9 @@ def matmul_reduce_scatter_launch(
         "late_ptr": late,
         "polls": polls,
         "slices": slices,
-        "rows": rows,
-        "cols": cols,
-        "depth": depth,
-        "inner": inner,
         "a_slice": a.stride(0),
-        **dict(zip(("a_outer", "a_row", "a_k"), a_strides, strict=True)),
-        "b_k": b.stride(0),
-        "b_n": b.stride(1),
-        **dict(zip(("out_outer", "out_row", "out_n"), out_strides, strict=True)),
-        "SPLIT": inner != rows,
+        **product_arguments(b, a_strides, out_strides, rows, inner, kind, tile),
         "ALIGNED": aligned,
-        "PRECISION": "tf32" if kind == "tf32" else "ieee",
-        "PLAIN": INTERPRETED,
-        **tile_arguments(tile, depth),
     }
     grid = (min(programs or device.multiprocessors, slices * tile.count(rows, cols)),)
     name = f"matmul_reduce_scatter[{kind}{',adds' if adds is not None else ''}]"
