@@ -18,7 +18,6 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,7 +27,7 @@ from fo_compiler.passes.sites import is_collective
 from fo_compiler.records import Record
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.testing import rewrite_for_rank
-from fo_compiler.torch_adapter import fuse_as_micro_pipeline_does
+from fo_compiler.torch_adapter import fake_process_group, fuse_as_micro_pipeline_does
 from tests.graph_kinds import EXCHANGE, GATHER, KINDS, PEERS, REDUCE, SCATTER, GraphKind
 from tests.graphs import capture
 
@@ -134,14 +133,9 @@ class Row:
 @contextmanager
 def fake_world(ranks: int = 2) -> Iterator[None]:
     """A process group, of which some fake kernels ask the size."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
+    with fake_process_group(0, ranks):
         import_module("torch.distributed.tensor")  # registers shard_dim_alltoall
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def records_of(kind: GraphKind) -> tuple[Record, ...]:

@@ -117,15 +117,15 @@ def measure_compile(layers: int, whole: bool) -> dict[str, float]:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
     import llama
 
     from fo_compiler import FlashOverlapPass
+    from fo_compiler.torch_adapter import init_fake_process_group
 
     dist.destroy_process_group()
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    init_fake_process_group(0, RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     config = replace(llama.LlamaConfig(), n_layers=layers)
     seconds: dict[str, float] = {}

@@ -417,6 +417,18 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """The same for a block."""
+    import torch.distributed as dist
+
+    init_fake_process_group(rank, world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 class SymmetricMemory:
     """Inboxes of a group that each rank maps, and signals (torch.distributed._symmetric_memory, 2.11 to 2.14).
 

@@ -15,21 +15,18 @@ from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fo_compiler
 from fo_compiler import FlashOverlapPass, OptionError, Options
+from fo_compiler.torch_adapter import fake_process_group
 
 RANKS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _fake_world() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    try:
+    with fake_process_group(0, RANKS):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,6 @@ def test_private_names_of_torch_are_used_in_the_adapter_only() -> None:
         for path in sources("fo_compiler", *HOISTED, "examples", "benchmarks")
         if path != adapter and not path.parent.is_symlink()
         for line, name in private_names(ast.parse(path.read_text()))
-        if not (name.startswith("torch.testing.") and path.is_relative_to(ROOT / "benchmarks"))  # the fake group
     ]
     assert found == []
 

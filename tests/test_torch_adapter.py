@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fo_compiler import OptionError, torch_adapter
 from fo_compiler.torch_adapter import (
     as_pass_list,
     compile_with_inductor,
     configured_post_passes,
+    fake_process_group,
     group_members,
     inductor_option_names,
     mode_options,
@@ -27,11 +27,8 @@ from tests.graphs import capture
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    try:
+    with fake_process_group(1, 4):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def test_every_private_name_that_the_adapter_imports_is_in_the_installed_torch() -> None:

@@ -19,7 +19,7 @@ from fo_compiler.errors import CommandError
 from fo_compiler.options import Options
 from fo_compiler.passes import slice_matmuls
 from fo_compiler.passes.races import find_races
-from fo_compiler.torch_adapter import TORCH_VERSION, init_fake_process_group, orders_mutation
+from fo_compiler.torch_adapter import TORCH_VERSION, fake_process_group, orders_mutation
 
 pytest.importorskip("triton")
 
@@ -35,12 +35,9 @@ RANKS = 4
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    init_fake_process_group(1, RANKS)
-    try:
+    with fake_process_group(1, RANKS):
         yield
-    finally:
-        dist.destroy_process_group()
-        torch._dynamo.reset()
+    torch._dynamo.reset()
 
 
 def linear(kind: str) -> tuple[nn.Module, list[Tensor]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from fo_compiler import Record
+from fo_compiler.torch_adapter import fake_process_group
 from tests.distributed import client_checks as checks
 from tests.distributed import titan_checks
 from tests.distributed.harness import World
@@ -95,13 +95,8 @@ def test_torchtitan_with_flex_attention(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fake_world_of_four() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
+    with fake_process_group(0, 4):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("tensor_parallel", [4, 2])

@@ -16,6 +16,7 @@ from fo_compiler.passes.sites import is_collective
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
+from fo_compiler.torch_adapter import fake_process_group
 from tests.graphs import all_gather, all_reduce, all_to_all, c10d, capture, reduce_scatter
 from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, tensors
 
@@ -212,12 +213,8 @@ def test_uneven_splits_are_left_alone_with_the_reason() -> None:
 @pytest.fixture
 def fake_group() -> Iterator[None]:
     """A process group named "0" of two ranks that talk to nobody: the op's fake kernel asks for its size."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_process_group(0, 2):
+        yield
 
 
 @pytest.mark.parametrize(("gather_dim", "shard_dim"), [(0, 1), (1, 0), (1, 2), (2, 1)])

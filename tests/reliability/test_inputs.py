@@ -17,7 +17,6 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fo_compiler
 from fo_compiler import OptionError, Options
@@ -26,6 +25,7 @@ from fo_compiler.passes.overlap_pass import overlap
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.presets import find_machine
+from fo_compiler.torch_adapter import fake_process_group
 from tests.graphs import all_gather, capture
 
 RANKS = 4
@@ -34,12 +34,10 @@ ALWAYS = {"rewrite": "always"}
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     torch._dynamo.reset()
-    with fresh_cache(), config.patch(fallback_by_default=True):
+    with fake_process_group(0, RANKS), fresh_cache(), config.patch(fallback_by_default=True):
         yield
     torch._dynamo.reset()
-    dist.destroy_process_group()
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

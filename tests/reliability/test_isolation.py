@@ -14,20 +14,17 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache, run_and_get_code
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fo_compiler.passes import overlap_pass
+from fo_compiler.torch_adapter import fake_process_group
 
 RANKS = 4
 
 
 @contextmanager
 def rank(number: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=number, world_size=RANKS, store=FakeStore())
-    try:
+    with fake_process_group(number, RANKS):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def gathered_matmul(x: Tensor, w: Tensor) -> Tensor:

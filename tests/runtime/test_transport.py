@@ -11,19 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fo_compiler.runtime import transport
 from fo_compiler.runtime.transport import C10dTransport, current_transport
+from fo_compiler.torch_adapter import fake_process_group
 
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
-    try:
+    with fake_process_group(3, 4):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 class FakeWork:
