@@ -26,7 +26,7 @@ from ..passes.overlap_pass import FlashOverlapPass
 from ..records import Report, record
 from ..torch_adapter import (
     compile_triton_kernel,
-    compile_with_inner,
+    compile_with_inductor,
     fake_module,
     fake_tensor_on,
     forget_devices,
@@ -89,7 +89,7 @@ def generate(
         return run
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        return compile_with_inner(gm, example_inputs, inner, {"post_grad_custom_post_pass": post})
+        return compile_with_inductor(gm, example_inputs, {"post_grad_custom_post_pass": post}, inner)
 
     mode, fakes = fake_module(model, inputs)
     with record() as report, mode, torch.set_grad_enabled(backward):

@@ -128,15 +128,19 @@ def as_pass_list(value: Any) -> list[Callable[[fx.Graph], None]]:
 
 
 def compile_with_inductor(
-    gm: fx.GraphModule, example_inputs: list[Any], config_patches: Mapping[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    config_patches: Mapping[str, Any],
+    inner: Callable[..., Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """AOTAutograd and Inductor, with configuration for this compile alone
+    """AOTAutograd and Inductor, with configuration for this compile alone; `inner` stands in for Inductor on each graph.
 
     Lives in torch._inductor.compile_fx, 2.11 to 2.14.
-    ."""
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches=dict(config_patches))  # type: ignore[return-value]
+    others = {} if inner is None else {"inner_compile": cast(Any, inner)}
+    return compile_fx(gm, example_inputs, config_patches=dict(config_patches), **others)  # type: ignore[return-value]
 
 
 @contextmanager
@@ -263,20 +267,6 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
-
-
-def compile_with_inner(
-    gm: fx.GraphModule,
-    example_inputs: list[Any],
-    inner: Callable[..., Callable[..., Any]],
-    config_patches: Mapping[str, Any],
-) -> Callable[..., Any]:
-    """AOTAutograd, and `inner` for each graph instead of Inductor (torch._inductor.compile_fx, 2.11 to 2.14)."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(  # type: ignore[return-value]
-        gm, example_inputs, inner_compile=cast(Any, inner), config_patches=dict(config_patches)
-    )
 
 
 def generate_code(

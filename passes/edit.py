@@ -27,9 +27,8 @@ class Edit:
         self.before = before
         self.created: list[Node] = []
         self.replaced: list[tuple[Node, Node]] = []
-        self.dead: list[
-            Node
-        ] = []  # old nodes in graph order: those that nothing reads any more go when the edit is kept
+        # Old nodes in graph order: those that nothing reads any more go when the edit is kept.
+        self.dead: list[Node] = []
 
     def call(self, target: Any, *args: Any, name: str | None = None) -> Node:
         with self.graph.inserting_before(self.before):
