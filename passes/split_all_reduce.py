@@ -20,7 +20,7 @@ from ..options import Options
 from ..schedule import Kind, Schedule
 from ..schedule.choose import Choice, collective_us
 from .decide import Decision, decide, machine_of
-from .edit import Edit
+from .edit import Edit, c10d
 from .regions import Region, plan_region
 from .separability import NotSeparable, example_shape, is_contiguous, tensor_of
 from .sites import Groups, Site, site_of
@@ -138,8 +138,13 @@ def _compute_us(choice: Choice) -> float:
 
 
 def wanted_matmuls(collectives: Sequence[Node], options: Options, groups: Groups) -> dict[Node, tuple[Node, float]]:
-    """The matmuls next to each summing collective of a graph that can be hidden, as `split_all_reduce` asks for them."""
+    """The matmuls next to each summing collective of a graph that can be hidden, as `split_all_reduce` asks for them.
+
+    Nothing for a graph without an all-reduce: there nobody asks, and to plan every region once more takes time.
+    """
     wanted: dict[Node, tuple[Node, float]] = {}
+    if not any(node.target is c10d.all_reduce.default for node in collectives):
+        return wanted
     for node in collectives:
         try:
             site = _site(node, groups)
