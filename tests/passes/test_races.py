@@ -103,7 +103,7 @@ def unordered_conflicts(plan: Plan) -> set[tuple[str, str]]:
     return {
         (plan[i].name, plan[j].name)
         for i, j in combinations(range(len(plan)), 2)
-        if i not in before[j] and (plan[i].writes & plan[j].names or plan[i].reads & plan[j].writes)
+        if i not in before[j] and (plan[i].writes & (plan[j].reads | plan[j].writes) or plan[i].reads & plan[j].writes)
     }
 
 
