@@ -26,7 +26,7 @@ def test_a_wait_lasts_until_another_thread_raises_the_flag() -> None:
         raised.set()
         flags.fill_(5)
 
-    thread = threading.Thread(target=transport)
+    thread = threading.Thread(target=transport, daemon=True)
     thread.start()
     wait_flags(flags, int32(5), late)
     assert raised.is_set()

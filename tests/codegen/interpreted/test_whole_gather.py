@@ -51,7 +51,7 @@ def test_slices_that_arrive_late_give_what_the_plain_gather_gives(data: st.DataO
                 gathered[group.slice].copy_(whole[group.slice])
                 flags[group.slice] = 3
 
-    thread = threading.Thread(target=transport)
+    thread = threading.Thread(target=transport, daemon=True)
     thread.start()
     own = whole[rank * m : (rank + 1) * m]
     programs = draw(st.integers(1, 5))
