@@ -66,21 +66,23 @@ class Setup:
 
 @dataclass(frozen=True)
 class Links:
-    """What was measured once for a set of ranks: the links, and the group's own collectives."""
+    """What was measured once for a set of ranks: the links, what a step costs the host, the group's own collectives."""
 
     network: Network
+    post_us: float
     collectives: tuple[CollectiveTime, ...]
 
 
 # --- on the ranks ---------------------------------------------------------------------------------------------------
 
 
-def measure_links(case: Case, alike: bool) -> tuple[dict[tuple[int, int], LinkFit], dict[Kind, LinkFit]]:
-    """The links and the collectives, at the sizes that the case uses."""
+def measure_links(case: Case, alike: bool) -> tuple[dict[tuple[int, int], LinkFit], dict[Kind, LinkFit], float]:
+    """The links and the collectives, at the sizes that the case uses, and how long a step holds up a rank, in us."""
     calibrator = Calibrator(repeats=3)
     sizes = sorted({4096, case.slice_bytes // 8, case.slice_bytes // 2, case.slice_bytes})
     with undisturbed(case.compute == "standin"):
-        return calibrator.links(sizes, [1] if alike else None), calibrator.collectives((sizes[0], sizes[-1]))
+        links = calibrator.links(sizes, [1] if alike else None)
+        return links, calibrator.collectives((sizes[0], sizes[-1])), calibrator.post_us()
 
 
 def measure_compute(case: Case) -> tuple[float, list[MatmulPoint], tuple[float, float], float]:
@@ -174,7 +176,7 @@ def machine_for(
         "benchmarks/overlap.py",
         links.network,
         Measured(tuple(points), memory_GBps),
-        post_us=100.0,
+        post_us=links.post_us,
         compute_slowdown=slow[0],
         transfer_slowdown=slow[1],
         collectives=links.collectives,
@@ -191,10 +193,10 @@ def _named(case: Case, setup: Setup) -> dict[str, Any]:
 def links_measured(world: World, case: Case, shaping: Shaping | None) -> Links:
     """Links and collectives, measured at the sizes that a case uses."""
     alike = shaping is None or shaping.nodes > 1 or shaping.slow_rank is None
-    links, collectives = world.run(measure_links, case, alike, timeout_s=CASE_S)[0]
+    links, collectives, post_us = world.run(measure_links, case, alike, timeout_s=CASE_S)[0]
     network = network_of(links, case.ranks, True) if not alike else _network(links, case.ranks, shaping)
     times = (CollectiveTime(k.value, case.ranks, fit.latency_us, fit.bandwidth_GBps) for k, fit in collectives.items())
-    return Links(network, tuple(times))
+    return Links(network, post_us, tuple(times))
 
 
 def _network(links: dict[tuple[int, int], LinkFit], ranks: int, shaping: Shaping | None) -> Network:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .runtime.transport import C10dTransport, Transfer
+from .runtime.ops import exchange, wait
+from .runtime.transport import Transfer, current_transport
 from .schedule.ir import Kind
 from .schedule.machine import CollectiveTime, Machine
 from .schedule.matmul import MatmulPoint as Point
@@ -33,6 +34,7 @@ MATMUL_SHAPES = tuple(
     )
 )  # fmt: skip
 ALIKE = 1.3  # links whose bandwidths differ by less than this factor are one kind of link
+PAUSE_S = 0.002  # of other work between the ops of a step
 SHARED = 1.4  # times as long with the other direction in use: both share one port
 
 
@@ -138,7 +140,7 @@ class Calibrator:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         assert dist.group.WORLD is not None
         self.group_name = dist.group.WORLD.group_name
-        self.transport = C10dTransport()
+        self.transport = current_transport()  # the one of the ops: messages of both have one order
 
     def links(
         self, sizes: Sequence[int] = LINK_SIZES, shifts: Sequence[int] | None = None
@@ -193,18 +195,23 @@ class Calibrator:
         return fits
 
     def post_us(self) -> float:
-        """How long posting a step and waiting for a step that is done hold up a rank."""
-        small, received = torch.ones(8, device=self.device), torch.empty(8, device=self.device)
+        """How long a step holds up a rank: to post it, and to wait for it when it is done.
+
+        Through the ops of a rewritten graph, and with a pause between, as they run beside compute: a processor that
+        comes back to them after milliseconds of other work takes several times as long as one that does nothing else.
+        """
+        small = torch.ones(8, device=self.device)
         above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         times = []
         for _ in range(4 * self.repeats):
             dist.barrier()
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
-            transfer = self.transport.post(self.group_name, (small, above), (received, below))
+            received = exchange(small, above, below, self.group_name, "calibration")
             posted = time.perf_counter()
-            time.sleep(0.002)
+            time.sleep(PAUSE_S)
             before = time.perf_counter()
-            transfer.wait()
+            wait(received, small)
             times.append((posted - start + time.perf_counter() - before) * 1e6)
         return max(self._gathered(statistics.median(times)))
 

@@ -107,10 +107,12 @@ def test_links_between_two_nodes_are_a_network_of_two_levels() -> None:
     links = {
         (a, (a + 1) % 4): LinkFit(bandwidth_GBps=0.05 if (a, (a + 1) % 4) in crossing else 0.1, **fit) for a in range(4)
     }
-    world = SimpleNamespace(run=lambda *_, **__: [(links, {Kind.ALL_TO_ALL: LinkFit(bandwidth_GBps=0.01, **fit)})])
+    collectives = {Kind.ALL_TO_ALL: LinkFit(bandwidth_GBps=0.01, **fit)}
+    world = SimpleNamespace(run=lambda *_, **__: [(links, collectives, 300.0)])
     measured = overlap.links_measured(world, CASE, Shaping("1gbit", nodes=2))  # type: ignore[arg-type]
     found = measured.network
     assert [(c.kind, c.ranks, c.bandwidth_GBps) for c in measured.collectives] == [("all_to_all", 4, 0.01)]
+    assert measured.post_us == 300.0
     assert isinstance(found, TwoLevel)
     assert (found.ranks_per_node, found.inside.bandwidth_GBps, found.adapter_GBps) == (2, 0.1, 0.05)
 
