@@ -261,7 +261,7 @@ class _Rewriter:
         self.transports.update({tag: way for (tag, *_), (way, _) in zip(named, ways, strict=True)})
         for tag, region, schedule in reversed(named):  # the gather half reads what the scatter half makes
             _verify_once(schedule)
-            rewrite_region(self.graph, region, schedule, tag)
+            rewrite_region(self.graph, region, schedule, tag, self.which)
         return None
 
     def _leave_alone(self, node: Node, site: Site | LeftAlone, reason: str) -> None:

@@ -47,13 +47,16 @@ class Place:
     pinned: bool = False  # its place in the order of the program is part of the schedule
 
 
-def rewrite_region(graph: Graph, region: Region, schedule: Schedule, tag: str) -> None:
-    """Replace `region` by the program of this rank. The graph is valid before and after; nodes keep their values."""
+def rewrite_region(graph: Graph, region: Region, schedule: Schedule, tag: str, which: str) -> None:
+    """Replace `region` by the program of this rank. The graph is valid before and after; nodes keep their values.
+
+    Errors and profiles name its steps by `tag`, which is the region's, and by `which` graph it is (forward, backward, inference).
+    """
     replaced = region.replaced()
     last = max(replaced)
     after = last.next
     dependents = _dependents(replaced, after)
-    writer = _Writer(graph, region, schedule, tag, after)
+    writer = _Writer(graph, region, schedule, tag, which, after)
     results = writer.run()
     for node in dependents:  # those that read the region came between its nodes: now they come behind it
         after.prepend(node)
@@ -77,7 +80,7 @@ def _dependents(replaced: set[Node], after: Node) -> list[Node]:
 class _Writer:
     """Turns the actions of one rank into nodes, in front of `after`."""
 
-    def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, after: Node) -> None:
+    def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, after: Node) -> None:
         self.graph = graph
         self.sizes = SizeNodes(graph)
         self.region = region
@@ -85,6 +88,7 @@ class _Writer:
         self.summed = region.scatter or region.site  # where sums travel: the collective that makes them
         self.schedule = schedule
         self.tag = tag
+        self.which = which
         self.after = after
         # Ops that make a tensor of nothing have to be told that the tensors of this graph are fake.
         self.fake_mode = getattr(tensor_of(region.site.value), "fake_mode", None) or nullcontext()
@@ -247,8 +251,8 @@ class _Writer:
         dst = post.send.peer if post.send else -1
         src = post.recv.peer if post.recv else -1
         label = (
-            f"region {self.tag} ({self.site.collective.name}), step {post.step}, group {self.site.group_name!r}: "
-            f"rank {self.site.rank} sends to {dst}, receives from {src}"
+            f"region {self.tag} of the {self.which} graph ({self.site.collective.name}), step {post.step}, "
+            f"group {self.site.group_name!r}: rank {self.site.rank} sends to {dst}, receives from {src}"
         )
         buffer = self._emit(
             "exchange",

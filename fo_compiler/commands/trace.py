@@ -36,6 +36,7 @@ class Measured:
     """One run of a region in a profile: from the post of its first step to the end of its last wait, on one thread."""
 
     rank: int
+    graph: str  # "forward"
     region: str
     start_us: float
     end_us: float
@@ -107,16 +108,17 @@ def find_measured(path: Path) -> list[Measured]:
     runs: list[Measured] = []
     for events in threads.values():
         events.sort(key=lambda event: event["ts"])
-        steps: dict[str, list[tuple[Event, dict[str, str]]]] = {}
+        steps: dict[tuple[str, str, str], list[tuple[Event, dict[str, str]]]] = {}
         for event in events:
             about = parse_range(event["name"])
             if about is not None:
-                steps.setdefault(about["region"] + " " + about["collective"], []).append((event, about))
-        for name, of_region in steps.items():
+                key = about["graph"], about["region"], about["collective"]
+                steps.setdefault(key, []).append((event, about))
+        for (graph, region, _), of_region in steps.items():
             for ranges in _apart(of_region):
                 start, end = ranges[0]["ts"], max(event["ts"] + event["dur"] for event in ranges)
                 inside = [event for event in events if event["ts"] >= start and event["ts"] + event["dur"] <= end]
-                runs.append(Measured(_rank_of(of_region, rank), name.split()[0], start, end, inside))
+                runs.append(Measured(_rank_of(of_region, rank), graph, region, start, end, inside))
     return sorted(runs, key=lambda run: (run.rank, run.start_us))
 
 
@@ -143,7 +145,8 @@ def _rank_of(ranges: list[tuple[Event, dict[str, str]]], otherwise: int) -> int:
 def merge(predicted: list[Predicted], measured: list[Measured]) -> tuple[dict[str, Any], list[int]]:
     """One trace, and how many measured runs each predicted region got: a process a rank, predicted and measured apart.
 
-    Graphs number their regions alike, and a profile does not name the graph: a region shows the runs of all regions of its name.
+    Graphs number their regions alike, and a profile says only whether it was the forward or the backward graph: a region shows
+    the runs of all regions of its name in graphs of its kind.
     """
     events: list[Event] = []
     shown = []
@@ -155,7 +158,7 @@ def merge(predicted: list[Predicted], measured: list[Measured]) -> tuple[dict[st
             if event["name"] == "process_name":
                 event["args"] = {"name": f"{title} predicted, {event['args']['name']} ({region.schedule})"}
             events.append(event)
-        runs = [run for run in measured if run.region == region.region]
+        runs = [run for run in measured if (run.graph, run.region) == (region.graph.partition("_")[2], region.region)]
         shown.append(len(runs))
         for number, run in enumerate(runs):
             pid = first + _APART // 2 + number

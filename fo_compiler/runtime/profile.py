@@ -1,6 +1,7 @@
 """Ranges for the profiler: each step of a region is seen twice, when it is posted and while its rank waits for it.
 
-    fo_compiler post region ag0 (all_gather_into_tensor), step 1, group '0': rank 0 sends to 1, receives from 3, 65536 bytes
+    fo_compiler post region ag0 of the forward graph (all_gather_into_tensor), step 1, group '0': rank 0 sends to 1, receives
+    from 3, 65536 bytes
     fo_compiler wait region ag0 ...
 
 They exist while a profiler records, and cost one question where none does.
@@ -17,7 +18,9 @@ from torch import Tensor
 from ..torch_adapter import profiling
 
 _NO_RANGE = nullcontext()
-_NAME = re.compile(r"fo_compiler (post|wait) region (\S+) \((.*?)\), step (\d+), group '(.*?)': (.*), (\d+) bytes$")
+_NAME = re.compile(
+    r"fo_compiler (post|wait) region (\S+) of the (\S+) graph \((.*?)\), step (\d+), group '(.*?)': (.*), (\d+) bytes$"
+)
 
 
 def transfer_range(what: str, label: str, data: Tensor) -> AbstractContextManager[object]:
@@ -28,10 +31,16 @@ def transfer_range(what: str, label: str, data: Tensor) -> AbstractContextManage
 
 
 def parse_range(name: str) -> dict[str, str] | None:
-    """What a range is about: what, region, collective, step, group, peers, bytes; None for a range that is not ours."""
+    """What a range is about: what, region, graph, collective, step, group, peers, bytes; None for a range that is not ours."""
     found = _NAME.match(name)
     return (
-        dict(zip(("what", "region", "collective", "step", "group", "peers", "bytes"), found.groups(), strict=True))
+        dict(
+            zip(
+                ("what", "region", "graph", "collective", "step", "group", "peers", "bytes"),
+                found.groups(),
+                strict=True,
+            )
+        )
         if found
         else None
     )

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fo_compiler import Options
 from fo_compiler.cli import main
-from fo_compiler.commands.trace import duration_ms, find_measured, find_predicted
+from fo_compiler.commands.trace import Measured, Predicted, duration_ms, find_measured, find_predicted, merge
 from fo_compiler.passes.overlap_pass import overlap
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.profile import parse_range, transfer_range
@@ -21,7 +21,9 @@ from tests.graphs import all_gather, capture
 
 RANKS = 2
 RUNS = 3
-LABEL = "region ag0 (all_gather_into_tensor_1), step 2, group 'tp': rank 0 sends to 1, receives from 3"
+LABEL = (
+    "region ag0 of the forward graph (all_gather_into_tensor_1), step 2, group 'tp': rank 0 sends to 1, receives from 3"
+)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def test_a_range_is_read_back_as_it_was_written() -> None:
         pass
     (name,) = [event.name for event in profiler.events() if event.name.startswith("fo_compiler")]
     assert parse_range(name) == {
-        "what": "wait", "region": "ag0", "collective": "all_gather_into_tensor_1", "step": "2", "group": "tp",
+        "what": "wait", "region": "ag0", "graph": "forward", "collective": "all_gather_into_tensor_1", "step": "2", "group": "tp",
         "peers": "rank 0 sends to 1, receives from 3", "bytes": "40",
     }  # fmt: skip
 
@@ -125,3 +127,11 @@ def test_a_directory_without_dumps_is_refused_with_what_to_do(
 def test_a_region_that_is_not_there_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(run_dir), "--region", "rs7"]) == 2
     assert "none that fits" in capsys.readouterr().err
+
+
+def test_a_region_of_the_backward_graph_does_not_show_runs_of_the_forward_graph() -> None:
+    predicted = [
+        Predicted(f"{number:03}_{graph}", "ag0", "ring", []) for number, graph in enumerate(("forward", "backward"))
+    ]
+    measured = [Measured(0, graph, "ag0", 0.0, 1.0, []) for graph in ("forward", "backward", "backward")]
+    assert merge(predicted, measured)[1] == [1, 2]

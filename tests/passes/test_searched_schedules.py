@@ -51,7 +51,7 @@ def rewritten(gm: fx.GraphModule, ranks: int, rank: int, kind: Kind, schedule: S
     assert isinstance(site, Site)
     region = plan_region(site, schedule.slices_per_rank)
     assert (region.site.kind, region.slices_per_rank) == (kind, schedule.slices_per_rank)
-    rewrite_region(graph, region, schedule, "x0")
+    rewrite_region(graph, region, schedule, "x0", "inference")
     graph.lint()
     return copy
 
