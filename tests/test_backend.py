@@ -151,6 +151,7 @@ def test_a_refused_option_can_be_caught_as_ours_by_its_cause() -> None:
     assert isinstance(inner, OptionError)
 
 
+@pytest.mark.slow
 def test_options_of_inductor_are_handed_on_and_do_not_stay() -> None:
     observer = Observer()
     assert config.epilogue_fusion is True
@@ -221,6 +222,7 @@ def test_our_pass_configured_globally_and_the_backend_do_not_rewrite_twice() -> 
     assert [record.rewritten for record in report.records] == [True]
 
 
+@pytest.mark.slow
 def test_compiles_with_different_options_do_not_see_each_other() -> None:
     x, w = inputs()
     options = [
@@ -290,6 +292,7 @@ def test_a_compile_without_collectives_has_no_records() -> None:
     assert "fo_compiler" not in code
 
 
+@pytest.mark.slow
 def test_every_kind_of_collective_in_one_graph_gets_exactly_one_record() -> None:
     def several(x: Tensor, w: Tensor) -> Tensor:
         y = scattered_matmul(gathered_matmul(x, w), w.t())
@@ -316,6 +319,7 @@ def test_records_come_again_when_the_graph_comes_from_the_cache() -> None:
     assert len(again.records) == 1
 
 
+@pytest.mark.slow
 def test_records_of_a_graph_that_is_left_alone_come_from_the_cache_too() -> None:
     first, _ = compiled(gathered_only, ALWAYS)
     torch._dynamo.reset()
@@ -324,6 +328,7 @@ def test_records_of_a_graph_that_is_left_alone_come_from_the_cache_too() -> None
     assert len(again.records) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [gathered_matmul, scattered_matmul, reduced_matmul])
 def test_a_symbolic_graph_is_rewritten_once_and_serves_other_sizes(function: Callable[..., Tensor]) -> None:
     call = torch.compile(function, backend="flashoverlap", options=ALWAYS)
@@ -338,6 +343,7 @@ def test_a_symbolic_graph_is_rewritten_once_and_serves_other_sizes(function: Cal
     assert "of the first call" in record.reason or not record.rewritten
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [gathered_matmul, scattered_matmul])
 def test_an_uneven_or_empty_size_does_not_crash(function: Callable[..., Tensor]) -> None:
     call = torch.compile(function, backend="flashoverlap", options={**ALWAYS, "slices_per_rank": 4}, dynamic=False)
@@ -367,6 +373,7 @@ def test_matmuls_after_a_gather_write_in_place_of_the_joined_buffer() -> None:
     assert "_c10d_functional" not in code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["ring", "direct"])
 def test_each_transfer_of_a_scatter_starts_before_the_matmul_that_hides_it(schedule: str) -> None:
     report, code = compiled(scattered_matmul, {**ALWAYS, "schedule": schedule})
@@ -387,6 +394,7 @@ def test_the_slices_before_a_scatter_are_read_where_they_lie() -> None:
     assert len(kernels) == RANKS - 1  # the adds, and no copy
 
 
+@pytest.mark.slow
 def test_a_tensor_in_flight_is_not_overwritten_before_the_wait() -> None:
     """The input is changed in place after the gather: the change has to come behind the last transfer that reads it."""
 
@@ -479,6 +487,7 @@ class Layer(nn.Module):
         return {"out": self.dropout(self.norm(y)) * scale}
 
 
+@pytest.mark.slow
 def test_explain_reports_forward_and_backward_and_leaves_the_model_as_it_was() -> None:
     torch.manual_seed(0)
     model = Layer()

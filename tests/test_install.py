@@ -118,6 +118,7 @@ def test_code_that_was_compiled_inside_stays_after_the_block_and_before_it_stays
     assert run(compiled, torch.randn(8, 32), torch.randn(32, 24)) == [], "another size is another compile"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same_thread", [True, False])
 def test_a_backward_graph_goes_with_its_forward_graph_whenever_and_wherever_it_is_compiled(same_thread: bool) -> None:
     with fo_compiler.installed(rewrite="always", schedule="direct") as report:

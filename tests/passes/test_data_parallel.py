@@ -72,6 +72,7 @@ def test_gradients_of_a_replicated_model_are_reduced_one_by_one(bias: bool) -> N
         assert "addmm is also read on a path to the collective that is not cut" in records[1].reason
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, print_blob=True)
 @given(
     st.booleans(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from fo_compiler.passes.rules import rule_of
 from fo_compiler.passes.separability import Cut, NotSeparable, local_shape, reshaped_cut, slice_size
 from tests.graphs import capture
 from tests.passes.helpers import aten, tensors
+
+EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "300"))
 
 
 def node_of(function, target, *shapes):
@@ -26,7 +30,7 @@ def cut_slices(x: torch.Tensor, cut: Cut, n: int) -> list[torch.Tensor]:
     return [parts.select(cut.dim + 1, j).reshape(local_shape(tuple(shape), cut, n)) for j in range(n)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.data())
 def test_a_reshape_of_a_slice_is_the_slice_of_the_reshape(data: st.DataObject) -> None:
     factors = data.draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=5))

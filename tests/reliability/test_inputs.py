@@ -184,6 +184,7 @@ def run_under(context: Any, **settings: Any) -> tuple[list[fo_compiler.Record], 
     return report.records, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.enable_grad], ids=lambda c: c.__name__)
 def test_a_model_runs_in_each_grad_mode_with_fullgraph(fake_world: None, context: Callable[[], Any]) -> None:
     records, y = run_under(context(), fullgraph=True)
