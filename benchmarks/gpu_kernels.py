@@ -70,8 +70,8 @@ def values(context: Context) -> dict[str, Any]:
         _heavy_values(context, kind, figures)
         _region_values(context, kind, figures)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        parts = [_random(context, 77, 1000, dtype=dtype, seed=i) for i in range(8)]
-        residual = _random(context, 77, 1000, dtype=torch.float32)
+        parts = [_random(context, *context.odd[:2], dtype=dtype, seed=i) for i in range(8)]
+        residual = _random(context, *context.odd[:2], dtype=torch.float32)
         out = sum_partials(parts, torch.empty_like(parts[0]), residual=residual)
         exact = sum_partials_reference(parts, residual)
         magnitude = sum_partials_reference([part.abs() for part in parts], residual.abs())

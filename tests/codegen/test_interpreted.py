@@ -12,15 +12,24 @@ import pytest
 FOLDER = Path(__file__).parent / "interpreted"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("test_*.py")))
-def test_kernels_compute_what_they_say(file: str) -> None:
+def run(times: int, timeout_s: int) -> None:
+    """All files in one process, which takes seconds to start."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(FOLDER / file)],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout", str(timeout_s // 4), str(FOLDER)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "FO_KERNEL_EXAMPLES": str(times)},
         cwd=FOLDER.parents[2],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_kernels_compute_what_they_say() -> None:
+    run(times=1, timeout_s=280)
+
+
+@pytest.mark.nightly
+def test_kernels_compute_what_they_say_at_length() -> None:
+    run(times=20, timeout_s=3000)

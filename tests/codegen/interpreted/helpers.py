@@ -1,11 +1,16 @@
-"""Random strided tensors, and how far a result in float32 sums may be from float64."""
+"""Random strided tensors, how far a result in float32 sums may be from float64, and the threads that stand in for peers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from fo_compiler.codegen.tiles import Tile
@@ -16,6 +21,13 @@ TILES = st.sampled_from([TILE, Tile(16, 32, 16, 4, 2, group_m=1), Tile(32, 16, 3
 OPERANDS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
 FLOATS = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 SIZES = st.integers(1, 36)
+SHORT = st.integers(1, 20)  # one or two of the smallest tiles
+POLLS = 1 << 18  # seconds in the interpreter, where others stand in for peers: a failure there ends in one here
+
+
+def examples(count: int) -> settings:
+    """`count` of them, times FO_KERNEL_EXAMPLES: nightly runs more (tests/codegen/test_interpreted.py)."""
+    return settings(max_examples=count * int(os.environ.get("FO_KERNEL_EXAMPLES", "1")), deadline=None)
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,3 +66,44 @@ def assert_close_to_exact(
     allowed = slope * sums + rounding(result.dtype) * (exact.abs() + slope * sums) + smallest
     wrong = ~((result.double() - exact).abs() <= allowed)  # NaN is wrong
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}: {result[wrong][:4]} for {exact[wrong][:4]}"
+
+
+Pause = Callable[[], None]
+
+
+@contextmanager
+def meanwhile(*others: Callable[[Pause], None]) -> Iterator[None]:
+    """Others run in threads beside the body, which ends when all of them have.
+
+    They wait by `pause()`. Where the body fails it does not return, so that a failure is told and no thread is waited for.
+    """
+    over, errors = threading.Event(), list[BaseException]()
+
+    class Over(Exception):
+        pass
+
+    def pause() -> None:
+        time.sleep(0.001)
+        if over.is_set():
+            raise Over
+
+    def body_of(other: Callable[[Pause], None]) -> None:
+        try:
+            other(pause)
+        except Over:
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body_of, args=(other,), daemon=True) for other in others]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+        for thread in threads:
+            thread.join(timeout=60)
+        assert not any(thread.is_alive() for thread in threads), "what ran beside the kernel has not come to its end"
+    finally:
+        over.set()
+    if errors:
+        raise errors[0]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fo_compiler.codegen.kernels import set_flags, wait_flags
 from fo_compiler.errors import KernelError
+
+from .helpers import POLLS, Pause, examples, meanwhile
 
 
 def int32(*numbers: int) -> torch.Tensor:
@@ -21,20 +22,43 @@ def int32(*numbers: int) -> torch.Tensor:
 def test_a_wait_lasts_until_another_thread_raises_the_flag() -> None:
     flags, late, raised = int32(4, 4), int32(0, 0), threading.Event()
 
-    def transport() -> None:
-        time.sleep(0.05)
+    def transport(pause: Pause) -> None:
+        for _ in range(20):
+            pause()
         raised.set()
         flags.fill_(5)
 
-    thread = threading.Thread(target=transport, daemon=True)
-    thread.start()
-    wait_flags(flags, int32(5), late)
-    assert raised.is_set()
-    thread.join()
+    with meanwhile(transport):
+        wait_flags(flags, int32(5), late, polls=POLLS)
+        assert raised.is_set()
     assert late.tolist() == [0, 0]
 
 
-@settings(max_examples=25, deadline=None)
+def test_a_failure_beside_a_thread_is_told_and_the_thread_ends() -> None:
+    ended = threading.Event()
+
+    def forever(pause: Pause) -> None:
+        try:
+            while True:
+                pause()
+        finally:
+            ended.set()
+
+    with pytest.raises(KernelError, match="broken"), meanwhile(forever):
+        raise KernelError("broken")
+    assert ended.wait(timeout=30)
+
+
+def test_a_failure_in_a_thread_is_told() -> None:
+    def broken(pause: Pause) -> None:
+        pause()
+        raise KernelError("broken")
+
+    with pytest.raises(KernelError, match="broken"), meanwhile(broken):
+        pass
+
+
+@examples(15)
 @given(epoch=st.integers(-(2**31), 2**31 - 1), ahead=st.integers(-3, 3))
 def test_a_flag_has_come_when_it_is_not_behind_the_epoch_even_where_numbers_wrap(epoch: int, ahead: int) -> None:
     flag = (epoch + ahead + 2**31) % 2**32 - 2**31
