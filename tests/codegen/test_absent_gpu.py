@@ -101,6 +101,22 @@ def test_programs_of_a_transformer_have_no_race(compute_streams: int) -> None:
         assert find_races(plan) == []
 
 
+@pytest.mark.parametrize("check", ["assert_size_stride({}, (16, 32), (32, 1))", "assert_tensor_metadata({}, (16, 32))"])
+@pytest.mark.parametrize(("reader", "races"), [("", 0), ("buf1 = torch.ops.aten.neg.default(buf0)", 1)])
+def test_checks_of_the_host_touch_no_memory_and_other_calls_do(check: str, reader: str, races: int) -> None:
+    """Inductor checks what an op returned at once, while a transfer into it runs; torch 2.14 by another name than 2.11."""
+    lines = [
+        "arg0_1, = args",
+        "buf0 = torch.ops.fo_compiler.exchange.default(arg0_1, 2, 0, '0', '', stream=1, after=[0], event=1)",
+        check.format("buf0"),
+        reader,
+        "buf2 = torch.ops.fo_compiler.wait.default(buf0, arg0_1, after=[1])",
+        "return (buf2, )",
+    ]
+    plan = plan_of_program("def call(args):\n" + "".join(f"    {line}\n" for line in lines))
+    assert len(find_races(plan)) == races
+
+
 class _Transposed(nn.Module):
     """A matmul whose slices are no views of its input: rows of two batches, side by side in each."""
 
