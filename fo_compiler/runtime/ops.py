@@ -33,7 +33,7 @@ _LIBRARY = torch.library.Library("fo_compiler", "DEF")
 # A transfer is ordered by the graph, and takes any strides: what is sent is made contiguous below.
 _LIBRARY.define(
     "exchange(Tensor send, int dst, int src, str group_name, str label, *, "
-    "int stream=0, int[] after=[], int event=-1) -> Tensor",
+    "int stream=0, int[] after=[], int event=-1, str transport='c10d') -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent, *, int[] after=[]) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +53,14 @@ def linear(kind: str) -> tuple[nn.Module, list[Tensor]]:
 
 
 def programs(
-    model: nn.Module, inputs: list[Tensor], compute_streams: int, backward: bool, target: str = "sm_90"
+    model: nn.Module,
+    inputs: list[Tensor],
+    compute_streams: int,
+    backward: bool,
+    target: str = "sm_90",
+    **others: Any,
 ) -> list[Program]:
-    options = Options(rewrite="always", schedule="ring", slices_per_rank=1, compute_streams=compute_streams)
+    options = Options(rewrite="always", schedule="ring", slices_per_rank=1, compute_streams=compute_streams, **others)
     return generate(model, inputs, target, options, backward)[0]
 
 
@@ -83,6 +89,15 @@ def test_the_program_of_a_region_is_the_golden_one(kind: str, compute_streams: i
         if os.environ.get("FO_UPDATE_GOLDENS"):
             path.write_text(text)
         assert text == path.read_text(), f"{path} differs; if the change is meant, run with FO_UPDATE_GOLDENS=1"
+
+
+@pytest.mark.slow
+def test_transfers_by_copy_engine_say_so_in_the_program() -> None:
+    (program,) = programs(*linear("all_gather"), 1, backward=False, transport="copy_engine")
+    exchanges = [line for line in program.source.splitlines() if "= torch.ops.fo_compiler.exchange" in line]
+    assert len(exchanges) == RANKS - 1
+    assert all("transport='copy_engine'" in line for line in exchanges)
+    assert find_races(plan_of_program(program.source)) == []
 
 
 @pytest.mark.slow

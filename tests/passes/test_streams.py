@@ -75,6 +75,22 @@ def calls(gm: fx.GraphModule, target: Any) -> list[fx.Node]:
     return list(gm.graph.find_nodes(op="call_function", target=target))
 
 
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("compute_streams", [1, 2])
+@pytest.mark.parametrize("name", BODIES)
+def test_every_op_takes_the_arguments_that_it_is_given(name: str, compute_streams: int, transport: str) -> None:
+    gm = on_cuda(name, compute_streams, transport=transport)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "fo_compiler":
+            node.target(*fx.map_arg(node.args, value_of), **fx.map_arg(node.kwargs, value_of))
+    given = {exchange.kwargs.get("transport", "c10d") for exchange in calls(gm, ops.exchange)}
+    assert given == {transport}
+
+
+def value_of(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_a_transfer_runs_on_the_communication_stream_and_its_wait_waits_for_its_event(name: str) -> None:
     gm = on_cuda(name)
