@@ -25,7 +25,7 @@ from fo_compiler.torch_adapter import TORCH_VERSION, fake_process_group, orders_
 pytest.importorskip("triton")
 
 from fo_compiler.codegen.absent_gpu import Program, absent_gpu, generate, kernel_reports
-from fo_compiler.codegen.program import launch_table, plan_of_program
+from fo_compiler.codegen.program import launch_table, plan_of_program, triton_sources
 
 TWO = pytest.param(
     2, marks=pytest.mark.skipif(not orders_mutation(), reason="Inductor of this torch cannot order writes")
@@ -60,8 +60,14 @@ def programs(
     target: str = "sm_90",
     **others: Any,
 ) -> list[Program]:
-    options = Options(rewrite="always", schedule="ring", slices_per_rank=1, compute_streams=compute_streams, **others)
-    return generate(model, inputs, target, options, backward)[0]
+    chosen = {
+        "rewrite": "always",
+        "schedule": "ring",
+        "slices_per_rank": 1,
+        "compute_streams": compute_streams,
+        **others,
+    }
+    return generate(model, inputs, target, Options(**chosen), backward)[0]
 
 
 def normalised(source: str) -> str:
@@ -130,6 +136,39 @@ def test_checks_of_the_host_touch_no_memory_and_other_calls_do(check: str, reade
     ]
     plan = plan_of_program("def call(args):\n" + "".join(f"    {line}\n" for line in lines))
     assert len(find_races(plan)) == races
+
+
+class _Residual(nn.Module):
+    """A row-parallel layer and what its result is added to, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32 * RANKS, 64, bias=False)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.layer(x)
+
+
+@pytest.mark.slow
+def test_inductor_adds_all_partial_sums_and_the_residual_in_one_kernel_and_rounds_once() -> None:
+    """So `sum_partials` has no op in the graph: one would keep Inductor from fusing what comes next, and win nothing."""
+    with torch.device("meta"):
+        model = _Residual().bfloat16()
+        x, residual = torch.empty(64, 32).bfloat16(), torch.empty(64 // RANKS, 64).bfloat16()
+    style = RowwiseParallel(output_layouts=Shard(0))
+    parallelize_module(model, dist.init_device_mesh("cpu", (RANKS,)), {"layer": style})
+    (program,) = programs(model, [x, residual], 1, backward=False, schedule="direct")
+    ours = [launch for launch in plan_of_program(program.source) if not launch.name.startswith(("del ", "return"))]
+    arrived = {name for launch in ours if launch.name == "fo_compiler.exchange" for name in launch.writes}
+    added = ours[-1]
+    assert [launch.name for launch in ours if launch.name.startswith("triton_")] == [added.name]
+    assert len(arrived) == RANKS - 1
+    assert arrived < added.reads
+    assert (
+        len(added.reads | added.writes) == RANKS + 1
+    )  # theirs, the own one, which is written in place, and the residual
+    (kernel,) = triton_sources(program.source).values()
+    assert "to(tl.bfloat16)" not in kernel  # the sum stays in float32 until it is stored
 
 
 class _Transposed(nn.Module):
