@@ -152,12 +152,15 @@ def values_of_copy_engine(rank: int, ranks: int) -> dict[str, Any]:
     errors: dict[str, float] = {}
     for gathered, function in ((True, _gather), (False, _scatter)):
         inputs, expected = _inputs(rank, ranks, "values", gathered), _expected(rank, ranks, gathered)
-        for streams in (1, 2):
-            compiled = _compiled(function, transport="copy_engine", compute_streams=streams)
+        ways: dict[str, dict[str, Any]] = {"1 compute stream": {}, "2 compute streams": {"compute_streams": 2}}
+        if gathered:
+            ways["one kernel"] = {"slice_matmul": "whole"}
+        for way, options in ways.items():
+            compiled = _compiled(function, transport="copy_engine", **options)
             for _ in range(STEPS):  # slots are reused
                 result = compiled(*inputs)
             error = ((result.double() - expected).abs().max() / expected.abs().max()).item()
-            name = f"{function.__name__[1:]}, {streams} compute stream{'s' if streams > 1 else ''}"
+            name = f"{function.__name__[1:]}, {way}"
             errors[name] = error
             if error > 2.0**-7:
                 raise AssertionError(f"{name}: relative error {error:.3g} on rank {rank}, expected below 2**-7 in bf16")
@@ -210,6 +213,8 @@ def compare_on_gpus(rank: int, ranks: int) -> dict[str, Any]:
             "copy_engine, 2 compute streams": _compiled(function, transport="copy_engine", compute_streams=2),
             "AsyncTP": _async_tp(gathered),
         }
+        if gathered:
+            ways["copy_engine, one kernel"] = _compiled(function, transport="copy_engine", slice_matmul="whole")
         figures[function.__name__[1:]] = {name: _time_us(way, inputs) for name, way in ways.items()}
     return figures
 

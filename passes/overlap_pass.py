@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -44,7 +44,8 @@ from .sizes import drop_unused_sizes, sizes_from_inputs
 from .slice_matmuls import use_slice_matmuls
 from .split_all_reduce import split_all_reduce, wanted_matmuls
 from .streams import assign_streams, has_streams, plan_of
-from .transports import COPY_ENGINE, choose_transport
+from .transports import COPY_ENGINE, choose_transport, with_copy_engine
+from .whole_regions import use_whole_gather
 
 _SHORT = {
     Kind.ALL_GATHER: "ag",
@@ -124,7 +125,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
     _announce(graph, published)
     verify_graph(graph, outputs_before, gone)
     streams = has_streams(graph)
-    if options.slice_matmul != "auto" or (streams and options.compute_streams > 1):
+    if options.slice_matmul in ("library", "triton") or (streams and options.compute_streams > 1):
         if pin and not orders_mutation():
             raise OptionError(
                 f"options slice_matmul and compute_streams=2 need torch 2.13 or newer, found {torch.__version__}: an older "
@@ -262,7 +263,23 @@ class _Rewriter:
         for tag, region, schedule in reversed(named):  # the gather half reads what the scatter half makes
             _verify_once(schedule)
             rewrite_region(self.graph, region, schedule, tag, self.which)
+        for (tag, region, schedule), (way, _) in zip(named, ways, strict=True):
+            self._use_one_kernel(tag, region, schedule, way, collectives)
         return None
+
+    def _use_one_kernel(
+        self, tag: str, region: Region, schedule: Schedule, way: str, collectives: Sequence[Node]
+    ) -> None:
+        """Make an all-gather region one op, where the option lets it; the records say so, or why not."""
+        if self.options.slice_matmul != "whole" or region.site.kind is not Kind.ALL_GATHER or way != COPY_ENGINE:
+            return
+        value = tensor_of(region.site.value)
+        machine = with_copy_engine(machine_of(self.options, value.device.type), value.nbytes / schedule.slices)
+        forced = self.options.rewrite == "always"
+        _, why = use_whole_gather(self.graph, tag, schedule, machine, way, forced)
+        for node in collectives:
+            record = self.records[node.name]
+            self.records[node.name] = replace(record, reason=f"{record.reason}; {why}")
 
     def _leave_alone(self, node: Node, site: Site | LeftAlone, reason: str) -> None:
         self._record(node, site, False, reason)

@@ -15,7 +15,8 @@ does not order: kernels that wait use no TMA for what they wait for.
 
 A wait gives up after `polls` loads, so that a peer that died ends in an error rather than in a hang; a load from another
 GPU's point of coherence takes about a microsecond, so the default of 2^24 is some tens of seconds. What is computed then is
-wrong, and the slice, with those that the same block awaits after it, is marked in `late`, which the host checks.
+wrong, and the slice, with those that the same block awaits after it, is marked in `late`, which the host checks
+(`fo_compiler/runtime/late_flags.py`).
 
 The host side: a copy-engine transfer into the slice, then a set on the same stream.
 """

@@ -26,6 +26,8 @@ from torch.fx.node import has_side_effect
 from ..errors import TransferError
 from ..records import publish_payload
 from . import streams
+from .failures import transfer_failure
+from .late_flags import check_late_flags
 from .profile import transfer_range
 from .transport import Transfer, current_transport
 
@@ -93,7 +95,7 @@ def _exchange(
                     way.post(group_name, outgoing, incoming).wait()  # the side stream waits
                 transfer = _Launched(sent, streams.recorded(send.device, event))
     except RuntimeError as error:
-        raise _failure("could not be started", label, group_name, error) from error
+        raise transfer_failure("could not be started", label, group_name, error) from error
     address = _address(recv)
     buffer = weakref.ref(recv, lambda _: _drop(address))
     _pending[address] = _InFlight(transfer, label, group_name, buffer)
@@ -121,22 +123,12 @@ def _wait(recv: Tensor, sent: Tensor, *, after: Sequence[int] = ()) -> Tensor:
             else:
                 entry.transfer.wait()
     except RuntimeError as error:
-        raise _failure("failed", entry.label, entry.group_name, error) from error
+        raise transfer_failure("failed", entry.label, entry.group_name, error) from error
     return recv.detach()  # an alias, made with the least overhead
 
 
 def _address(recv: Tensor) -> int:
     return recv.untyped_storage().data_ptr()
-
-
-def _failure(what: str, label: str, group_name: str, cause: BaseException) -> TransferError:
-    transport = current_transport()
-    line = (str(cause).splitlines() or [type(cause).__name__])[0]
-    others = transport.agreements.report_failure(transport, group_name, f"transfer {what}: {label}")
-    return TransferError(
-        f"transfer {what}: {label}. Cause: {line}. {others} A peer died, was too late for the process group's "
-        "timeout, or runs another program; look at the first error among the ranks."
-    )
 
 
 def _exchange_fake(send: Tensor, *_: object, **__: object) -> Tensor:
@@ -145,6 +137,7 @@ def _exchange_fake(send: Tensor, *_: object, **__: object) -> Tensor:
 
 def _announce(anchor: Tensor, records: str) -> Tensor:
     publish_payload(records)
+    check_late_flags()
     transport = current_transport()
     transport.begin(transport.agreements.before_run(transport, records))
     return _announce_fake(anchor, records)

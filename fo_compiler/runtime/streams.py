@@ -15,7 +15,7 @@ graph runs in one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -62,6 +62,20 @@ def join(device: torch.device, after: Sequence[int]) -> None:
     """Make the caller's stream wait for events; the host does not wait."""
     with launch(device, CALLER, after, NO_EVENT):
         pass
+
+
+@contextmanager
+def beside(device: torch.device, body: Callable[[], None]) -> Iterator[None]:
+    """Launch `body` on the communication stream, then what runs inside on the caller's; the caller's waits for both.
+
+    Also where one of them fails half-way: the memory that the transfers use is the caller's.
+    """
+    try:
+        with launch(device, COMM, (CALLER,), NO_EVENT):
+            body()
+        yield
+    finally:
+        torch.cuda.current_stream(_index(device)).wait_stream(side_stream(device, COMM))
 
 
 def recorded(device: torch.device, event: int) -> torch.cuda.Event:

@@ -107,6 +107,17 @@ def test_transfers_by_copy_engine_say_so_in_the_program() -> None:
 
 
 @pytest.mark.slow
+def test_a_whole_region_is_one_launch_of_the_program() -> None:
+    chosen = {"transport": "copy_engine", "slice_matmul": "whole"}
+    (program,) = programs(*linear("all_gather"), 1, backward=False, **chosen)
+    plan = plan_of_program(program.source)
+    names = [launch.name for launch in plan if not launch.name.startswith(("del ", "return"))]
+    assert names == ["fo_compiler.announce", "fo_compiler.gather_matmul"]
+    assert "region ag0 of the inference graph (all_gather_into_tensor), step 2" in program.source
+    assert find_races(plan) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("compute_streams", [pytest.param(1, marks=pytest.mark.nightly), TWO])
 def test_programs_of_a_transformer_have_no_race(compute_streams: int) -> None:
     llama = load_file("examples/llama.py")

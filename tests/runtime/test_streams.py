@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fo_compiler.runtime import ops, stream_ops, streams
+from fo_compiler.errors import TransferError
+from fo_compiler.runtime import failures, ops, stream_ops, streams, whole_gather
+from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.streams import CALLER, COMM, NO_EVENT, join, launch, side_stream
 
 DEVICE = torch.device("cuda", 0)
@@ -39,8 +41,10 @@ class FakeCuda:
     @contextmanager
     def stream(self, target: FakeStream) -> Iterator[None]:
         before, self.current = self.current, target
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def work(self, name: str) -> None:
         self.log.append(f"{self.current.name}: {name}")
@@ -153,6 +157,7 @@ def on_fake_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """CPU tensors, as if their device were the fake one."""
     monkeypatch.setattr(streams, "_index", lambda device: 0)
     monkeypatch.setattr(ops, "current_transport", lambda name="c10d": Posted(cuda))
+    monkeypatch.setattr(failures, "current_transport", lambda: LocalWorld(3).transport(1))
     return cuda
 
 
@@ -198,3 +203,35 @@ def test_compiled_slice_matmuls_write_into_one_buffer_without_a_copy() -> None:
     torch.testing.assert_close(result, (torch.cat([a, b]) @ w).relu())
     assert code.count("slice_matmul.default(buf0") == 2
     assert code.count("empty_strided_cpu(") <= 2  # the buffer, and the result where relu is not in place
+
+
+def gather(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """A whole all-gather region of rank 1 of 3, whose kernel and flags only say that they were launched."""
+    kernels = pytest.importorskip("fo_compiler.codegen.kernels.whole_gather")
+    monkeypatch.setattr(kernels, "all_gather_matmul", lambda *_, **__: cuda.work("kernel"))
+    monkeypatch.setattr(whole_gather, "raise_flag", lambda flags, slice_: cuda.work(f"flag {slice_}"))
+    plan = whole_gather.Plan.of([1, 0, 0, -1, 2, -1], [1, 2, 0, 0, 0, 2, 2, 0], "0", ["step 0", "step 1"])
+    return whole_gather.in_one_kernel(plan, [torch.ones(4, 3)], torch.ones(3, 2), Posted(cuda))  # type: ignore[arg-type]
+
+
+def test_flags_of_a_whole_region_are_raised_behind_their_transfers_and_the_caller_waits_for_both(
+    on_fake_device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gather(on_fake_device, monkeypatch).shape == (12, 2)
+    step = ["side1: post", "side1: arrive"]
+    assert on_fake_device.log == [
+        "side1: wait for caller", *step, "side1: flag 0", *step, "side1: flag 2", "caller: kernel", "caller: wait for side1",
+    ]  # fmt: skip
+
+
+def test_a_whole_region_that_fails_half_way_leaves_its_memory_behind_its_transfers(
+    on_fake_device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Posted) -> None:
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(Posted, "wait", fail)
+    with pytest.raises(TransferError, match=r"transfer failed: step 0\. Cause: connection closed"):
+        gather(on_fake_device, monkeypatch)
+    assert on_fake_device.log[-1] == "caller: wait for side1"
+    assert "caller: kernel" not in on_fake_device.log
