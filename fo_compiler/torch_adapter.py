@@ -6,7 +6,7 @@ Supported: torch 2.11 to 2.14. Importing this module is cheap: Inductor is impor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
 from inspect import signature
@@ -246,12 +246,42 @@ def symbolic_expression(size: torch.SymInt) -> Any:
     return size.node.expr
 
 
-def size_hint(size: torch.SymInt) -> int | None:
+def known_divisible(size: torch.SymInt) -> set[Any]:
+    """What the graph of a symbolic size is known to divide, as sympy remainders that are 0: `Mod(s, 4)`, from its guards.
+
+    Lives in ShapeEnv.divisible (torch.fx.experimental.symbolic_shapes, 2.11 to 2.14).
+    """
+    known: set[Any] = size.node.shape_env.divisible
+    return known
+
+
+def floor_division(size: Any, divisor: int) -> Any:
+    """`size // divisor` as torch writes it in sympy (torch.utils._sympy.functions.FloorDiv, 2.11 to 2.14)."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(size, divisor)
+
+
+def without_guards(fake_mode: Any) -> AbstractContextManager[None]:
+    """Ops on fake tensors of this mode add no guard in it: for sizes that are right for all values by proof.
+
+    What torch then asks of a size is answered for the example alone. So no size may be 1 there, and another number elsewhere.
+
+    Lives in ShapeEnv.suppress_guards (torch.fx.experimental.symbolic_shapes, 2.11 to 2.14).
+    """
+    shape_env = getattr(fake_mode, "shape_env", None)
+    suppressed: AbstractContextManager[None] = nullcontext() if shape_env is None else shape_env.suppress_guards()
+    return suppressed
+
+
+def size_hint(size: torch.SymInt, expression: Any = None) -> int | None:
     """The value of a symbolic size in the example that is compiled, without a guard; None if it depends on data.
 
-    Lives in ShapeEnv.backed_var_to_val (torch.fx.experimental.symbolic_shapes, 2.11 to 2.14).
+    With `expression` the value of another size of the same graph. Lives in ShapeEnv.backed_var_to_val
+    (torch.fx.experimental.symbolic_shapes, 2.11 to 2.14).
     """
-    known = size.node.expr.xreplace(size.node.shape_env.backed_var_to_val)
+    expression = size.node.expr if expression is None else expression
+    known = expression.xreplace(size.node.shape_env.backed_var_to_val)
     return int(known) if known.is_number else None
 
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from ..schedule import Kind
 from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, is_shared_item, rule_of
-from .separability import Cut, NotSeparable, Split, shape_of, slice_size
+from .separability import Cut, NotSeparable, Split, divides_by_ranks, example_size, name_of, shape_of, slice_size
 from .sites import Site
 from .sizes import quotient
 
@@ -129,6 +129,7 @@ def plan_region(site: Site, slices_per_rank: int, depth: int = 1, reserved: froz
         try:
             (_grow_downstream if region.is_gather else _grow_upstream)(region)
             if region.matmuls:
+                _check_examples(region)
                 return region
             reasons = reasons or region.refusals
         except NotSeparable as refusal:
@@ -152,6 +153,7 @@ def plan_chain(gather: Site, scatter: Site, slices_per_rank: int) -> Region:
         region = Region(replace(gather, kind=Kind.CHAIN, alternatives=()), m, scatter=scatter, body=body)
         try:
             _grow_downstream(region)
+            _check_examples(region)
         except NotSeparable as refusal:
             reasons.append(str(refusal))
             continue
@@ -187,8 +189,7 @@ def _divisors(site: Site, at_most: int) -> list[int]:
     size = shape_of(site.value)[site.dim]
     if 0 in shape_of(site.value):
         raise NotSeparable(f"a tensor of shape {list(shape_of(site.value))} is empty: there is nothing to transfer")
-    if quotient(size, site.ranks) is None:
-        raise NotSeparable(f"size {size} of dim {site.dim} does not divide by the {site.ranks} ranks of the group")
+    divides_by_ranks(shape_of(site.value), [site.dim], site.ranks)
     return [m for m in range(at_most, 0, -1) if quotient(size, site.ranks * m) is not None]
 
 
@@ -247,28 +248,41 @@ def _grow_downstream(region: Region) -> None:
 
 def _try_member(region: Region, node: Node, outside: set[Node]) -> Split:
     if _is_taken(node):
-        raise NotSeparable(f"{node.name} already runs slice by slice in another region")
+        raise NotSeparable(f"{name_of(node)} already runs slice by slice in another region")
     cuts = {operand: region.cuts[operand] for operand in node.all_input_nodes if operand in region.cuts}
-    blocking = [o.name for o in node.all_input_nodes if o in outside or (o in region.splits and o not in region.cuts)]
+    blocking = [
+        name_of(o) for o in node.all_input_nodes if o in outside or (o in region.splits and o not in region.cuts)
+    ]
     if blocking:
-        raise NotSeparable(f"{node.name} also reads {blocking[0]}, which needs the whole gathered tensor first")
+        raise NotSeparable(f"{name_of(node)} also reads {blocking[0]}, which needs the whole gathered tensor first")
     split = rule_of(node).from_inputs(node, cuts, region.slices)
     if split.output is None and node.target not in ADD_PRODUCT and node.target is not aten.sum.dim_IntList:
-        raise NotSeparable(f"{node.name}: no way to add up the partial results of {node.target}")
+        raise NotSeparable(f"{name_of(node)}: no way to add up the partial results of {node.target}")
     _check_outside_inputs(split, region)
     return split
 
 
 def _check_reserved(region: Region, node: Node, behind: int) -> None:
     if behind and node in region.reserved and node not in region.body:
-        raise NotSeparable(f"{node.name} is next to another collective")
+        raise NotSeparable(f"{name_of(node)} is next to another collective")
 
 
 def _check_outside_inputs(split: Split, region: Region) -> None:
     for operand, cut in split.inputs.items():
         slice_size(shape_of(operand), cut, region.slices)
         if operand not in region.cuts and not isinstance(operand.meta.get("val"), torch.Tensor):
-            raise NotSeparable(f"{operand.name} yields several tensors, and they are not cut")
+            raise NotSeparable(f"{name_of(operand)} yields several tensors, and they are not cut")
+
+
+def _check_examples(region: Region) -> None:
+    """Raises NotSeparable where a slice has one item in this call, and more in others: torch takes 1 for a constant."""
+    cuts = [region.cuts, *(split.inputs for split in region.splits.values())]
+    for node, cut in {(node, cut) for each in cuts for node, cut in each.items()}:
+        size = slice_size(shape_of(node), cut, region.slices)
+        if not isinstance(size, int) and example_size(size, node) == 1:
+            raise NotSeparable(
+                f"a slice of {name_of(node)} has {size} items, which is 1 in the first call: with a longer one it can be sliced"
+            )
 
 
 def _grow_upstream(region: Region) -> None:
@@ -288,15 +302,15 @@ def _grow_upstream(region: Region) -> None:
         if node in wanted:
             try:
                 if node in whole:
-                    raise NotSeparable(f"{node.name} is also read whole on the way to the collective")
+                    raise NotSeparable(f"{name_of(node)} is also read whole on the way to the collective")
                 if any(user in whole for user in node.users):
-                    raise NotSeparable(f"{node.name} is also read on a path to the collective that is not cut")
+                    raise NotSeparable(f"{name_of(node)} is also read on a path to the collective that is not cut")
                 if _is_taken(node):
-                    raise NotSeparable(f"{node.name} already runs slice by slice in another region")
+                    raise NotSeparable(f"{name_of(node)} already runs slice by slice in another region")
                 _check_reserved(region, node, passed[node])
                 split = rule_of(node).from_output(node, wanted[node], n)
                 if any(wanted.get(operand, cut) != cut for operand, cut in split.inputs.items()):
-                    raise NotSeparable(f"an input of {node.name} would have to be cut along two dims at once")
+                    raise NotSeparable(f"an input of {name_of(node)} would have to be cut along two dims at once")
                 for operand, cut in split.inputs.items():
                     slice_size(shape_of(operand), cut, n)
                 region.members.append(node)

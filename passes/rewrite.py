@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from ..runtime import ops
 from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
+from ..torch_adapter import without_guards
 from .attention import sliced_call
 from .regions import Region
 from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims, tensor_operands
@@ -38,11 +39,12 @@ from .sizes import Size, SizeNodes, as_size, quotient
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rewritten node belongs; kept in `node.meta["fo"]`."""
+    """Where a rewritten node belongs, and the name of the node it was made from; kept in `node.meta["fo"]`."""
 
     region: str
     step: int
     stream: Stream
+    origin: str
     slice: int | None = None
     pinned: bool = False  # its place in the order of the program is part of the schedule
 
@@ -188,7 +190,7 @@ class _Writer:
             if source in local:
                 return local[source]
             if source in split.inputs:
-                return self._slice_of(source, split.inputs[source], slice_)
+                return self._slice_of(source, split.inputs[source], slice_, node)
             return source
 
         args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
@@ -200,7 +202,7 @@ class _Writer:
             args = (args[0], shape, *args[2:])
 
         def emit(name: str, helper: Any, helper_args: tuple[Any, ...], helper_kwargs: dict[str, Any]) -> Node:
-            return self._emit(f"{node.name}_{name}", helper, helper_args, slice_, kwargs=helper_kwargs)
+            return self._emit(f"{node.name}_{name}", helper, helper_args, slice_, kwargs=helper_kwargs, of=node)
 
         args, kwargs = sliced_call(node, split.output, slice_, self.region.slices, args, kwargs, emit)
         pinned = node.target in MATMULS
@@ -208,13 +210,13 @@ class _Writer:
             target, args = ADD_PRODUCT[node.target], (total, *args[-2:])
             kwargs = {key: value for key, value in kwargs.items() if key == "alpha"}
             total = None
-        result = self._emit(node.name, target, args, slice_, kwargs=kwargs, source=node, pinned=pinned)
+        result = self._emit(node.name, target, args, slice_, kwargs=kwargs, source=node, of=node, pinned=pinned)
         if total is not None:
-            result = self._emit(f"{node.name}_total", aten.add.Tensor, (total, result), slice_)
+            result = self._emit(f"{node.name}_total", aten.add.Tensor, (total, result), slice_, of=node)
         return result
 
-    def _slice_of(self, source: Node, cut: Cut, slice_: int) -> Node:
-        """A slice of a tensor from outside the region, cut once for all members that read it."""
+    def _slice_of(self, source: Node, cut: Cut, slice_: int, reader: Node) -> Node:
+        """A slice of a tensor from outside the region, cut once for all members that read it; `reader` is the first."""
         key = (source, cut, slice_)
         if key not in self.outside:
             shape, n = shape_of(source), self.region.slices
@@ -222,19 +224,13 @@ class _Writer:
             where, dim = source, cut.dim
             if cut.outer != 1:
                 rows = [*shape[:dim], cut.outer, n * size, *shape[dim + 1 :]]
-                where, dim = (
-                    self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_),
-                    dim + 1,
-                )
-            piece = self._emit(
-                f"{source.name}_slice",
-                aten.slice.Tensor,
-                (where, dim, slice_ * size, (slice_ + 1) * size),
-                slice_,
-            )
+                where = self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_, of=reader)
+                dim += 1
+            bounds = (slice_ * size, (slice_ + 1) * size)
+            piece = self._emit(f"{source.name}_slice", aten.slice.Tensor, (where, dim, *bounds), slice_, of=reader)
             if cut.outer != 1:
                 flat = local_shape(shape, cut, n)
-                piece = self._emit(f"{source.name}_slice", aten.reshape.default, (piece, flat), slice_)
+                piece = self._emit(f"{source.name}_slice", aten.reshape.default, (piece, flat), slice_, of=reader)
             self.outside[key] = piece
         return self.outside[key]
 
@@ -339,7 +335,7 @@ class _Writer:
         """
         cut, n = self.region.cuts[node], self.region.slices
         pieces = [self.pieces[node][slice_] for slice_ in range(n)]
-        joined = self._emit(f"join_{node.name}", aten.cat.default, (pieces, cut.dim), None)
+        joined = self._emit(f"join_{node.name}", aten.cat.default, (pieces, cut.dim), None, of=node)
         if cut.outer != 1:
             shape, dim = shape_of(node), cut.dim
             size = slice_size(shape, cut, n)
@@ -351,7 +347,7 @@ class _Writer:
                 (aten.permute.default, order),
                 (aten.reshape.default, list(shape)),
             ):
-                joined = self._emit(f"join_{node.name}", target, (joined, argument), None)
+                joined = self._emit(f"join_{node.name}", target, (joined, argument), None, of=node)
         return self._with_strides_of(node, joined)
 
     def _block(self, node: Node, rank: int, results: dict[Node, Node]) -> Node:
@@ -360,7 +356,8 @@ class _Writer:
         size = quotient(shape_of(site.value)[site.dim], site.ranks)
         assert size is not None
         bounds = (rank * size, (rank + 1) * size)
-        block = self._emit(f"block_{node.name}", aten.slice.Tensor, (results[site.value], site.dim, *bounds), None)
+        args = (results[site.value], site.dim, *bounds)
+        block = self._emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
         return self._with_strides_of(node, block)
 
     def _with_strides_of(self, original: Node, result: Node) -> Node:
@@ -372,9 +369,9 @@ class _Writer:
         if order is not None:
             name = f"strides_{original.name}"
             back = [order.index(dim) for dim in range(len(order))]
-            result = self._emit(name, aten.permute.default, (result, order), None)
-            result = self._emit(name, aten.clone.default, (result,), None, kwargs=_CONTIGUOUS)
-            result = self._emit(name, aten.permute.default, (result, back), None)
+            result = self._emit(name, aten.permute.default, (result, order), None, of=original)
+            result = self._emit(name, aten.clone.default, (result,), None, kwargs=_CONTIGUOUS, of=original)
+            result = self._emit(name, aten.permute.default, (result, back), None, of=original)
         return result
 
     # --- nodes ------------------------------------------------------------------------------------------------------
@@ -390,8 +387,10 @@ class _Writer:
         step: int | None = None,
         stream: Stream = Stream.COMPUTE,
         source: Node | None = None,
+        of: Node | None = None,
         pinned: bool = False,
     ) -> Node:
+        """One node, made from `of`: the collective, if no other. From `source` it also takes its meta."""
         args = _nested(args, self.sizes.__getitem__)
         kwargs = {key: _nested(value, self.sizes.__getitem__) for key, value in (kwargs or {}).items()}
         if target is aten.reshape.default:
@@ -404,9 +403,9 @@ class _Writer:
             node = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.tag}{infix}_{name}")
         if source is not None:
             node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta})
-        with self.fake_mode:
+        with self.fake_mode, without_guards(self.fake_mode):
             node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
-        node.meta["fo"] = Place(self.tag, step, stream, slice_, pinned)
+        node.meta["fo"] = Place(self.tag, step, stream, (of or self.site.collective).name, slice_, pinned)
         return node
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.fx import Node
 
-from .sizes import Size, UnknownSize, as_size, hint, product, quotient
+from .sizes import Size, UnknownSize, as_size, hint, product, quotient, stride_size
 
 Shape: TypeAlias = tuple[Size, ...]
 
@@ -60,6 +60,12 @@ class Rule(Protocol):
         """The output is to be cut; the answer says how the inputs have to be."""
 
 
+def name_of(node: Node) -> str:
+    """The name that a reason gives a node: for one that a rewrite made, that of the node it was made from."""
+    place = node.meta.get("fo")
+    return node.name if place is None else str(place.origin)
+
+
 def argument(node: Node, name: str) -> Any:
     """The value that a node passes for the schema argument `name`, or its default."""
     assert isinstance(node.target, torch._ops.OpOverload)
@@ -77,7 +83,7 @@ def tensor_of(node: Node) -> torch.Tensor:
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     if not isinstance(value, torch.Tensor):
-        raise NotSeparable(f"{node.name} is not a tensor")
+        raise NotSeparable(f"{name_of(node)} is not a tensor")
     return value
 
 
@@ -90,7 +96,7 @@ def strides_that_matter(tensor: torch.Tensor) -> tuple[Size | None, ...]:
     """Strides, without those of dims of size 1 and of empty tensors: nothing depends on them."""
     sizes = tuple(map(as_size, tensor.shape))
     return tuple(
-        None if 0 in sizes or size == 1 else as_size(stride)
+        None if 0 in sizes or size == 1 else stride_size(stride)
         for size, stride in zip(sizes, tensor.stride(), strict=True)
     )
 
@@ -101,6 +107,12 @@ def example_shape(node: Node) -> tuple[int, ...]:
         return tuple(map(hint, tensor_of(node).shape))
     except UnknownSize as error:
         raise NotSeparable(f"{node.name}: {error}") from error
+
+
+def example_size(size: Size, node: Node) -> int:
+    """A size that follows from the symbolic ones of a node's tensor, as `example_shape`."""
+    symbolic = next(s for s in tensor_of(node).shape if isinstance(s, torch.SymInt))
+    return hint(symbolic, size)
 
 
 def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> bool:
@@ -119,6 +131,23 @@ def dense_order(tensor: torch.Tensor) -> list[int] | None:
     except UnknownSize:
         order = list(range(tensor.dim()))
     return order if is_contiguous(tensor, order) else None
+
+
+def divides_by_ranks(shape: Shape, dims: Sequence[int], ranks: int) -> list[int]:
+    """Those of `dims` whose size is a multiple of the number of ranks, and not 0. Raises NotSeparable where none is."""
+    found = [dim for dim in dims if shape[dim] != 0 and quotient(shape[dim], ranks) is not None]
+    if found:
+        return found
+    which = f"dim {dims[0]}" if len(dims) == 1 else "no dim"
+    unknown = next((shape[dim] for dim in dims if not isinstance(shape[dim], int)), None)
+    if unknown is None:
+        does_not = "does not divide" if len(dims) == 1 else "divides"
+        raise NotSeparable(f"{which} of {list(shape)} {does_not} by the {ranks} ranks of the group")
+    is_not = "is not known to divide" if len(dims) == 1 else "is known to divide"
+    raise NotSeparable(
+        f"{which} of {list(shape)} {is_not} by the {ranks} ranks of the group: where the size {unknown} does, say so in the "
+        f"model with torch._check(size % {ranks} == 0)"
+    )
 
 
 def slice_size(shape: Shape, cut: Cut, n: int) -> Size:
@@ -159,26 +188,26 @@ class Axes:
     def split(self, node: Node, label: Label, outer: Size, n: int) -> Split:
         """Cut along one axis."""
         if label is None or label in self.blocked:
-            raise NotSeparable(f"{node.name} ({node.target}) needs this dim whole{self.why}")
+            raise NotSeparable(f"{name_of(node)} ({node.target}) needs this dim whole{self.why}")
         inputs: dict[Node, Cut] = {}
         for operand, labels in self.operands:
             if label not in labels:
                 if operand in inputs:
-                    raise NotSeparable(f"{node.name} uses {operand.name} both cut and whole")
+                    raise NotSeparable(f"{name_of(node)} uses {name_of(operand)} both cut and whole")
                 continue
             cut = Cut(labels.index(label), outer)
             if inputs.setdefault(operand, cut) != cut or labels.count(label) > 1:
-                raise NotSeparable(f"{node.name} uses {operand.name} along two dims at once")
+                raise NotSeparable(f"{name_of(node)} uses {name_of(operand)} along two dims at once")
             slice_size(shape_of(operand), cut, n)
         if any(operand in inputs and label not in labels for operand, labels in self.operands):
-            raise NotSeparable(f"{node.name} uses the same tensor both cut and whole")
+            raise NotSeparable(f"{name_of(node)} uses the same tensor both cut and whole")
         if label in self.output:
             return Split(inputs, Cut(self.output.index(label), outer))
         if not self.sums:
-            raise NotSeparable(f"{node.name} ({node.target}) reduces over this dim")
+            raise NotSeparable(f"{name_of(node)} ({node.target}) reduces over this dim")
         dtype = tensor_of(node).dtype
         if dtype in SIXTEEN_BIT:
-            raise NotSeparable(f"{node.name} sums over this dim: each slice would round to {dtype} once more")
+            raise NotSeparable(f"{name_of(node)} sums over this dim: each slice would round to {dtype} once more")
         return Split(inputs, None)
 
 

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from ..schedule import Kind
 from .rules import aten
-from .separability import NotSeparable, shape_of
+from .separability import NotSeparable, divides_by_ranks, shape_of
 from .sizes import SizeNodes, UnknownSize, as_size, quotient
 
 c10d = torch.ops._c10d_functional
@@ -150,9 +150,7 @@ def _reduce_scatter(ends: Site) -> Site:
 
 def _all_reduce(ends: Site) -> Site:
     value, ranks = ends.shard, ends.ranks
-    dims = [dim for dim, size in enumerate(shape_of(value)) if size != 0 and quotient(size, ranks) is not None]
-    if not dims:
-        raise NotSeparable(f"no dim of {list(shape_of(value))} divides by the {ranks} ranks")
+    dims = divides_by_ranks(shape_of(value), range(len(shape_of(value))), ranks)
     along = [replace(ends, value=value, dim=dim, shard=ends.wait, averages=_averages(ends)) for dim in dims]
     return replace(along[0], alternatives=tuple(along[1:]))
 
@@ -177,8 +175,7 @@ def _all_to_all(ends: Site) -> Site:
         if any(list(map(as_size, splits)) != even for splits in ends.collective.args[1:3]):  # type: ignore[arg-type]
             raise NotSeparable("its splits are not equal, known numbers: slices have one size")
     for node, dim in ((source, shard_dim), (result, gather_dim)):
-        if quotient(shape_of(node)[dim], ends.ranks) in (None, 0):
-            raise NotSeparable(f"dim {dim} of {list(shape_of(node))} does not divide by the {ends.ranks} ranks")
+        divides_by_ranks(shape_of(node), [dim], ends.ranks)
     leaving = replace(ends, kind=Kind.ALL_TO_ALL_OUT, value=source, dim=shard_dim, shard=result, peer_dim=gather_dim)
     return replace(ends, value=result, dim=gather_dim, peer_dim=shard_dim, alternatives=(leaving,))
 

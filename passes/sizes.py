@@ -4,6 +4,9 @@ A size is an int or a sympy expression of the symbols of torch's shape environme
 equal, and does one divide another? The answer is "no" unless it is "yes" for every value of the symbols: nothing here looks at
 the example that a graph was compiled with, so one compile serves all sizes.
 
+What the program itself asks of a size is known, though: a reduce-scatter over 4 ranks has made torch guard on `s % 4 == 0`.
+Such an `s` is read as `4 * (s // 4)`, and `s // 4` as any other whole number.
+
 A rewritten graph needs sizes as nodes. All are computed from the graph's inputs, at its start (`SizeNodes`).
 """
 
@@ -12,14 +15,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from math import prod
+from math import gcd, lcm, prod
 from typing import Any, TypeAlias, Union
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph, Node
 
-from ..torch_adapter import size_hint, symbolic_expression
+from ..torch_adapter import floor_division, known_divisible, size_hint, symbolic_expression
 
 aten = torch.ops.aten
 
@@ -35,14 +38,38 @@ def as_size(value: Any) -> Size:
     if isinstance(value, Node):
         value = value.meta.get("val")
     if isinstance(value, torch.SymInt):
+        divisible = known_divisible(value)
         value = symbolic_expression(value)
+        if divisible and isinstance(value, sympy.Expr):
+            return _in_multiples(value, frozenset(divisible))
     return _canonical(value) if isinstance(value, sympy.Expr) else value
+
+
+@lru_cache(maxsize=4096)
+def _in_multiples(size: sympy.Expr, divisible: frozenset[sympy.Expr]) -> Size:
+    """A size with `4 * (s // 4)` for each symbol `s` of which a divisor is known."""
+    divisors: dict[sympy.Symbol, int] = {}
+    for remainder in divisible:
+        value, modulus = remainder.args
+        factor, rest = value.as_coeff_Mul()
+        if rest.is_Symbol and factor.is_Integer and modulus.is_Integer:
+            divisors[rest] = lcm(divisors.get(rest, 1), int(modulus) // gcd(int(factor), int(modulus)))
+    return _canonical(size.xreplace({s: n * floor_division(s, n) for s, n in divisors.items()}))
 
 
 @lru_cache(maxsize=4096)
 def _canonical(size: Size) -> Size:
     expanded = sympy.expand(size)
     return int(expanded) if expanded.is_Integer else expanded
+
+
+def stride_size(stride: Any) -> Size:
+    """A stride, without the `Max(1, size)` in it: they say what it is in an empty tensor, where it does not matter."""
+    size = as_size(stride)
+    if isinstance(size, int):
+        return size
+    largest = (part for part in sympy.preorder_traversal(size) if part.func.__name__ == "Max" and len(part.args) == 2)
+    return _canonical(size.xreplace({part: sum(part.args) - 1 for part in largest if 1 in part.args}))
 
 
 def product(sizes: Iterable[Size]) -> Size:
@@ -67,13 +94,18 @@ def at_least(size: Size, other: Size) -> bool:
     return difference >= 0 if isinstance(difference, int) else bool(difference.is_nonnegative)
 
 
-def hint(value: int | torch.SymInt) -> int:
-    """The size that the graph was compiled with: for predictions only. Raises UnknownSize if it depends on data."""
+def hint(value: int | torch.SymInt, size: Size | None = None) -> int:
+    """The size that the graph was compiled with, or that of a `size` with its symbols: for predictions, not for proofs.
+
+    Raises UnknownSize if it depends on data.
+    """
     if isinstance(value, int):
         return value
-    known = size_hint(value)
+    known = size_hint(value, size)
     if known is None:
-        raise UnknownSize(f"size {value} depends on data, so the gain of a rewrite cannot be predicted")
+        raise UnknownSize(
+            f"size {value if size is None else size} depends on data, so the gain of a rewrite is unknown"
+        )
     return known
 
 
@@ -107,42 +139,48 @@ class SizeNodes:
         self._last = self._inputs[-1] if self._inputs else graph.output_node()
         for node in self._inputs:
             if isinstance(node.meta.get("val"), torch.SymInt):
-                self._nodes.setdefault(as_size(node), node)
+                self._nodes.setdefault(_key(node), node)
         for node in _sizes_behind(self._last):
-            self._nodes.setdefault(as_size(node), node)
+            self._nodes.setdefault(_key(node), node)
             self._last = node
 
     def __getitem__(self, size: Size) -> int | Node:
         """A size as an argument of a node. Raises UnknownSize if it does not follow from the graph's inputs."""
-        size = as_size(size)
-        if isinstance(size, int):
+        if isinstance(size := as_size(size), int):
             return size
         if size not in self._nodes:
-            self._nodes[size] = self._symbol(size) if size.is_Symbol else self._expression(size)
+            source = self._source(size)
+            self._nodes[size] = self._expression(size) if source is None else self._part(*source)
         return self._nodes[size]
+
+    def of(self, node: Node) -> int | Node:
+        """The size that `node` yields, without `node`. Raises UnknownSize as above."""
+        key = _key(node)
+        return self._nodes[key] if key in self._nodes else self[as_size(node)]
 
     def check(self, sizes: Iterable[Size]) -> None:
         """Raise UnknownSize if some size, or a part of it, could not be computed."""
         for size in sizes:
-            for part in () if isinstance(size, int) else sympy.preorder_traversal(size):
-                if part.is_Symbol and part not in self._nodes:
-                    self._source(part)
-                elif not part.is_Atom:
-                    _terms(part)
+            if not isinstance(size, int) and size not in self._nodes and self._source(size) is None:
+                self.check(map(as_size, _terms(size)[1]))
 
-    def _source(self, symbol: sympy.Symbol) -> tuple[Node, int, int]:
-        """An input, a dim if it is a tensor, and how many times the symbol it is."""
+    def _source(self, size: sympy.Expr) -> tuple[Node, int, int] | None:
+        """For a symbol, or a quotient of one: an input, a dim if it is a tensor, and how many times `size` it is."""
+        if not size.is_Symbol and size.func.__name__ != "FloorDiv":
+            return None
         for node in self._inputs:
             value = node.meta.get("val")
-            for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else (value,)):
-                factor = quotient(as_size(size), symbol) if isinstance(size, torch.SymInt) else None
-                if isinstance(factor, int):
-                    return node, dim, factor
-        raise UnknownSize(f"size {symbol} does not follow from the inputs of the graph")
+            for dim, given in enumerate(value.shape if isinstance(value, torch.Tensor) else (value,)):
+                if isinstance(given, torch.SymInt):
+                    for read in (symbolic_expression(given), as_size(given)):
+                        if isinstance(factor := quotient(_canonical(read), size), int):
+                            return node, dim, factor
+        if size.is_Symbol:
+            raise UnknownSize(f"size {size} does not follow from the inputs of the graph")
+        return None
 
-    def _symbol(self, symbol: sympy.Symbol) -> Node:
+    def _part(self, node: Node, dim: int, factor: int) -> Node:
         """An input, a size of an input, or an exact fraction of one of these."""
-        node, dim, factor = self._source(symbol)
         whole = self._call(aten.sym_size.int, node, dim) if isinstance(node.meta["val"], torch.Tensor) else node
         return whole if factor == 1 else self._call(operator.floordiv, whole, factor)
 
@@ -161,6 +199,22 @@ class SizeNodes:
         node.meta["val"] = target(*values)
         self._last = node
         return node
+
+
+def _key(node: Node) -> Size:
+    """A size as `SizeNodes` finds it again.
+
+    A known multiple that is not written as one, `s`, stands for itself. Its parts are computed from `s // 4`, so that for
+    torch, too, they have equal sizes: of `s - 3 * (s // 4)` and `s // 4` it would have to ask, and guard.
+    """
+    size, written = as_size(node), _canonical(symbolic_expression(node.meta["val"]))
+    return written if isinstance(written, int) or _is_bare(written, size) else size
+
+
+def _is_bare(written: sympy.Expr, size: Size) -> bool:
+    """Whether a symbol stands outside of the quotients of a size, and not in what the size is known to be."""
+    quotients = {part: sympy.S.One for part in sympy.preorder_traversal(written) if part.func.__name__ == "FloorDiv"}
+    return written != size and bool(written.xreplace(quotients).free_symbols)
 
 
 def _sizes_behind(last_input: Node) -> Iterator[Node]:
@@ -188,7 +242,7 @@ def sizes_from_inputs(graph: Graph) -> None:
     nodes = SizeNodes(graph)
     for node in read_off:
         try:
-            size = nodes[as_size(node)]
+            size = nodes.of(node)
         except UnknownSize:  # it depends on data
             continue
         if isinstance(size, Node) and size is not node:

@@ -6,6 +6,7 @@ Each kind is a function of tensors, small enough to be run on threads. `tests/te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,9 @@ class GraphKind:
         return *(tensor.detach() for tensor in results), *torch.autograd.grad(loss, leaves)
 
 
+SLICE_NODE = r"\b(?:ag|rs|ar|aa|chain)\d+_\w+"  # the names that a rewrite gives, after the region and the step
+
+
 def prove(kind: GraphKind, options: Options | None = None) -> tuple[Record, ...]:
     """Raise AssertionError unless each rank gets what the plain graph gives, and what is left alone is left for a reason."""
     generator = torch.Generator().manual_seed(0)
@@ -150,6 +154,8 @@ def prove(kind: GraphKind, options: Options | None = None) -> tuple[Record, ...]
     records = assert_equivalent(gm, inputs, options, kind.groups, kind.tolerance, kind.tolerance).records
     reasons = [record.reason for record in records if not record.rewritten]
     assert all(any(part in reason for part in kind.left) for reason in reasons), reasons
+    internal = [name for record in records for name in re.findall(SLICE_NODE, record.reason)]
+    assert not internal, f"a reason names nodes that no user knows: {internal}"
     return records
 
 

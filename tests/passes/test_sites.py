@@ -74,7 +74,7 @@ def test_the_mean_of_a_reduce_scatter_is_remembered() -> None:
     ("function", "ranks", "reason"),
     [
         (lambda x: all_reduce(x, op="max"), 2, "reduce op is 'max'"),
-        (lambda x: all_reduce(x), 5, r"no dim of [4, 3] divides by the 5 ranks"),
+        (lambda x: all_reduce(x), 5, r"no dim of [4, 3] divides by the 5 ranks of the group"),
         (lambda x: c10d.wait_tensor(c10d.broadcast(x, 0, "0")), 2, "broadcast.default is not a kind that is sliced"),
         (lambda x: reduce_scatter(x, 0, 2, op="max"), 2, "reduce op is 'max'"),
         (lambda x: all_gather(x, 0, 1), 1, "one rank"),

@@ -24,7 +24,9 @@ from fo_compiler.passes.sizes import (
     quotient,
     sizes_from_inputs,
 )
-from fo_compiler.testing import assert_equivalent
+from fo_compiler.records import Record
+from fo_compiler.runtime.local import LocalWorld
+from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
 from tests.graphs import all_gather, all_reduce, all_to_all, capture, reduce_scatter
 from tests.passes.helpers import aten, on_each_rank, tensors
 
@@ -90,6 +92,126 @@ def test_a_rank_has_several_slices_where_they_are_known_to_divide(dims: Sequence
     options = Options(rewrite="always", schedule="ring", slices_per_rank=2)
     (record,) = assert_equivalent(captured(gather, dims), at(SIZES[0]), options).records
     assert record.schedule == schedule
+
+
+# --- a size that the program itself says is a multiple ----------------------------------------------------------------
+
+FIRST = (2, 24)  # the sizes that are compiled
+
+
+class ScatterRows(torch.autograd.Function):
+    """Reduce-scatter along dim 1, which has to divide: as torch's functional collectives check it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch._check(x.shape[1] % N == 0)
+        return reduce_scatter(x, 1, N)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return all_gather(grad, 1, N)
+
+
+def scattered_rows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (ScatterRows.apply(x @ w),)
+
+
+def flattened_rows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Batch and sequence in one dim: whole sequences are multiples, so their rows are."""
+    torch._check(x.shape[1] % N == 0)
+    return (reduce_scatter(torch.relu(x.flatten(0, 1)) @ w, 0, N),)
+
+
+def scattered_rows_trained(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = ScatterRows.apply(torch.tanh(leaves[0]) @ leaves[1])
+    return y.detach(), *torch.autograd.grad((y * y).sum(), leaves)
+
+
+def reduced_rows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Only the rows can be cut: of the columns there are 7."""
+    torch._check(x.shape[1] % N == 0)
+    return (all_reduce(x @ F.pad(w, (0, 1))),)
+
+
+def reduced_and_multiplied(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (F.silu(*reduced_rows(x, w)) @ F.pad(w.t(), (0, 0, 0, 1)),)
+
+
+def guards_of(gm: fx.GraphModule) -> list[str]:
+    env = next(s for n in gm.graph.nodes for s in getattr(n.meta["val"], "shape", ()) if isinstance(s, torch.SymInt))
+    return [str(guard.expr) for guard in env.node.shape_env.guards]
+
+
+def one_rewrite(gm: fx.GraphModule, lengths: Sequence[int], options: Options) -> Sequence[Record]:
+    """The records of a graph that is rewritten once, after a check of its values for each of the lengths."""
+    world = LocalWorld(N)
+    rewritten = [rewrite_for_rank(gm, options, world.transport(rank)) for rank in range(N)]
+    for length in lengths:
+        inputs = at((FIRST[0], length))
+        wanted = run_ranks(lambda _: gm, inputs, LocalWorld(N))
+        got = run_ranks(lambda rank: rewritten[rank][0], inputs, world)
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    return rewritten[0][1].records
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        scattered_rows,
+        flattened_rows,
+        pytest.param(scattered_rows_trained, marks=pytest.mark.slow),
+        reduced_rows,
+        pytest.param(reduced_and_multiplied, marks=pytest.mark.slow),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_what_the_program_says_of_a_size_is_used_and_no_guard_is_added(
+    function: Callable[..., tuple[Tensor, ...]],
+) -> None:
+    gm = capture(function, tensors((*FIRST, 4), (4, 6)), {0: (1,)})
+    before = guards_of(gm)
+    assert any("Mod" in guard for guard in before), before
+    records = one_rewrite(gm, (24, 12, 63, 3), Options(rewrite="always", schedule="ring"))
+    assert all(record.rewritten for record in records), records
+    assert guards_of(gm) == before
+
+
+@pytest.mark.parametrize(("multiple", "schedule"), [(N, "ring"), (2 * N, "ring x2")])
+def test_a_rank_has_as_many_slices_as_the_program_says_divide(multiple: int, schedule: str) -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        torch._check(x.shape[1] % multiple == 0)
+        return scattered_rows(x, w)
+
+    gm = capture(function, tensors((*FIRST, 4), (4, 6)), {0: (1,)})
+    options = Options(rewrite="always", schedule="ring", slices_per_rank=2)
+    (record,) = one_rewrite(gm, [multiple * count for count in (4, 1, 7)], options)
+    assert record.schedule == schedule
+
+
+def test_slices_are_no_finer_than_two_rows_in_the_first_call() -> None:
+    """Where torch sees a 1 it takes it for a constant: what is compiled then would be wrong for other lengths."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        torch._check(x.shape[1] % (2 * N) == 0)
+        return scattered_rows(x, w)
+
+    gm = capture(function, tensors((2, 2 * N, 4), (4, 6)), {0: (1,)})
+    options = Options(rewrite="always", schedule="ring", slices_per_rank=2)
+    (record,) = one_rewrite(gm, (2 * N, 4 * N), options)
+    assert record.schedule == "ring"
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
+def test_where_nothing_is_known_of_a_size_the_reason_says_how_to_tell(collective: str) -> None:
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        y = x.flatten(0, 1) @ w
+        return (reduce_scatter(y, 0, N) if collective == "reduce_scatter" else all_reduce(y[:, :5]),)
+
+    gm = capture(function, tensors((1, 6, 4), (4, 6)), {0: (1,)})
+    (record,) = assert_equivalent(gm, at((1, 6))).records
+    assert not record.rewritten
+    assert f"torch._check(size % {N} == 0)" in record.reason
 
 
 @pytest.mark.slow
