@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -42,29 +43,55 @@ def tensor_parallel(sequence_parallel: bool) -> nn.Module:
     return parallelize_module(MLP().double(), init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
+class Scattered(nn.Module):
+    """Partial sums of all rows, of which each rank keeps a part: how long that is follows from a symbolic length.
+
+    With collectives, not with a plan: plain Inductor of torch 2.13 fails to compile a plan that scatters a symbolic length.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.down = nn.Linear(DIM, 12, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scatter_with_gradient(self.down(torch.tanh(x)), "sum", 1, dist.group.WORLD)
+
+
+# Renamed in torch 2.13; the old name warns since.
+scatter_with_gradient = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sequence parallel": lambda: tensor_parallel(True),
+    "tensor parallel": lambda: tensor_parallel(False),
+    "scattered": Scattered,
+}
+
+
 def steps(
-    compile_: Callable[[nn.Module], Any], sequence_parallel: bool, dim: int, mark: bool, lengths: tuple[int, ...]
+    compile_: Callable[[nn.Module], Any], kind: str, dim: int, mark: bool, lengths: tuple[int, ...]
 ) -> tuple[list[Tensor], int]:
     """Results of one step a length, and the number of graphs that were compiled for them.
 
-    A training step with its gradients with `sequence_parallel`; else inference, as plain Inductor of torch 2.13 fails to
+    A training step with its gradients; but inference for "tensor parallel", as plain Inductor of torch 2.13 fails to
     compile the backward of the all-reduce plan with a symbolic sequence.
     """
     torch._dynamo.reset()
     counters.clear()
-    model = tensor_parallel(sequence_parallel)
+    model = MODELS[kind]()
+    trains = kind != "tensor parallel"
     call = compile_(model)
     found: list[Tensor] = []
     for length in lengths:
-        generator = torch.Generator().manual_seed(length + (dist.get_rank() if sequence_parallel else 0))
+        generator = torch.Generator().manual_seed(length + (dist.get_rank() if trains else 0))
         shape = (length, SHARD, DIM) if dim == 0 else (BATCH, length, DIM)
         x = torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         if mark:
             torch._dynamo.mark_dynamic(x, dim)
-        with torch.set_grad_enabled(sequence_parallel):
+        with torch.set_grad_enabled(trains):
             y = call(x)
         found.append(y.detach())
-        if sequence_parallel:
+        if trains:
             y.square().sum().backward()
             gradients = [tensor.grad for tensor in (x, *model.parameters())]
             assert all(gradient is not None for gradient in gradients)
@@ -73,9 +100,9 @@ def steps(
     return found, counters["stats"]["unique_graphs"]
 
 
-def changing_lengths(sequence_parallel: bool, dim: int, mark: bool) -> tuple[list[Record], int]:
+def changing_lengths(kind: str, dim: int, mark: bool) -> tuple[list[Record], int]:
     """Records and number of compiles, after a check that values, gradients and compiles are those of plain Inductor."""
-    lengths = (4, 6, 3)
+    lengths = (4, 6, 10) if kind == "scattered" else (4, 6, 3)
     counter: list[Any] = []
 
     def plainly(model: nn.Module) -> Any:
@@ -84,9 +111,9 @@ def changing_lengths(sequence_parallel: bool, dim: int, mark: bool) -> tuple[lis
         return compiled
 
     with generating(kernels=False):
-        wanted, compiles = steps(plainly, sequence_parallel, dim, mark, lengths)
+        wanted, compiles = steps(plainly, kind, dim, mark, lengths)
         with fo_compiler.record() as report:
-            got, ours_compiles = steps(ours, sequence_parallel, dim, mark, lengths)
+            got, ours_compiles = steps(ours, kind, dim, mark, lengths)
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     assert ours_compiles == compiles, f"{ours_compiles} compiles, plain Inductor needs {compiles}"
     assert not pending_transfers()

@@ -17,16 +17,17 @@ if not dist.is_gloo_available():
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "dim"),
+    ("kind", "dim"),
     [
-        pytest.param(True, 1, id="training, sequence"),
-        pytest.param(False, 1, id="decode, sequence"),
-        pytest.param(True, 0, id="training, batch", marks=pytest.mark.nightly),
-        pytest.param(False, 0, id="decode, batch", marks=pytest.mark.nightly),
+        pytest.param("sequence parallel", 1, id="training, sequence"),
+        pytest.param("tensor parallel", 1, id="decode, sequence"),
+        pytest.param("scattered", 1, id="training, scattered sequence"),
+        pytest.param("sequence parallel", 0, id="training, batch", marks=pytest.mark.nightly),
+        pytest.param("tensor parallel", 0, id="decode, batch", marks=pytest.mark.nightly),
     ],
 )
-def test_one_compile_serves_all_lengths(world: Callable[[int], World], sequence_parallel: bool, dim: int) -> None:
-    for records, compiles in world(2).run(shape_checks.changing_lengths, sequence_parallel, dim, True):
+def test_one_compile_serves_all_lengths(world: Callable[[int], World], kind: str, dim: int) -> None:
+    for records, compiles in world(2).run(shape_checks.changing_lengths, kind, dim, True):
         assert compiles == 1 or dim == 0  # plain Inductor itself compiles some batch sizes anew
         assert all(record.rewritten for record in records), records
         assert all("of the first call" in record.reason for record in records)
@@ -34,6 +35,6 @@ def test_one_compile_serves_all_lengths(world: Callable[[int], World], sequence_
 
 @pytest.mark.nightly
 def test_a_length_that_changes_is_compiled_once_more_and_is_symbolic_then(world: Callable[[int], World]) -> None:
-    for records, compiles in world(2).run(shape_checks.changing_lengths, True, 1, False):
+    for records, compiles in world(2).run(shape_checks.changing_lengths, "sequence parallel", 1, False):
         assert compiles == 2
         assert all(record.rewritten for record in records), records
