@@ -9,7 +9,7 @@ the machine model prefers a kernel a slice (`codegen/choice.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
@@ -124,7 +124,7 @@ def replace_region(graph: Graph, found: WholeGather, transport: str = "copy_engi
             {"transport": transport},
             name=f"{place.region}_whole",
         )
-    op.meta = {**found.joined.meta, "val": value, "fo": Place(place.region, 0, place.stream, pinned=True)}
+    op.meta = {**found.joined.meta, "val": value, "fo": replace(place, step=0, slice=None, pinned=True)}
     found.joined.replace_all_uses_with(op, propagate_meta=False)
     for node in reversed(found.nodes):
         graph.erase_node(node)
