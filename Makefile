@@ -33,6 +33,7 @@ quick: .venv/ready  ## run the fast tests (under 90 seconds)
 
 nightly: .venv/ready  ## run what takes minutes to hours: long fuzzing, soak
 	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 0 -m nightly
+	$(RUN) FO_TEST_EXAMPLES=3000 $(BIN)/python -m pytest -n $(WORKERS) --timeout 0 tests/passes/test_rewrite_properties.py tests/passes/test_gradient_properties.py tests/passes/test_data_parallel.py
 
 lint: .venv/ready  ## check format, style and types
 	$(BIN)/ruff format --check .

@@ -219,7 +219,7 @@ def test_the_conclusion_counts_what_was_wrong() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["all_gather", "chain"])
+@pytest.mark.parametrize("kind", ["all_gather", pytest.param("chain", marks=pytest.mark.nightly)])
 def test_an_unshaped_run_prints_the_promised_figures(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from fo_compiler.options import Options
 from fo_compiler.testing import assert_equivalent
 from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 
-EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250")) // 5
+EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "100")) // 4
 
 
 class AllGather(torch.autograd.Function):

@@ -20,7 +20,7 @@ from tests.programs import (
     several_programs,
 )
 
-EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "100"))
 PROFILE = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -60,31 +60,31 @@ def test_what_precedes_a_reduce_scatter_is_unchanged(program: Program, options: 
     check(program, options, seed)
 
 
-@settings(PROFILE, max_examples=EXAMPLES // 8)
+@settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(attention_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_attention_near_a_collective_is_unchanged(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
-@settings(PROFILE, max_examples=EXAMPLES // 5)
+@settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(several_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_coalesced_and_repeated_collectives_give_the_same(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
-@settings(PROFILE, max_examples=EXAMPLES // 8)
+@settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(all_reduce_stacks(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_layers_that_end_in_all_reduces_are_unchanged(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
-@settings(PROFILE, max_examples=EXAMPLES // 8)
+@settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(chain_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_what_lies_between_a_gather_and_a_scatter_is_unchanged(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
-@settings(PROFILE, max_examples=EXAMPLES // 8)
+@settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(
     st.one_of(
         all_reduce_stacks(st.integers(5, 8), [torch.float64]),
