@@ -241,6 +241,18 @@ profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore
 """Whether a profiler records this thread, and the backward that it starts (torch.autograd, 2.11 to 2.14)."""
 
 
+def has_float32_products(device: torch.device) -> bool:
+    """Whether `mm.dtype` and `bmm.dtype` give the float32 product of bfloat16 matrices (CUDA, 2.11 to 2.14).
+
+    Inductor's own matmul (`triton.native_matmul`) forgets the dtype that was asked for.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    from torch._inductor import config
+
+    return not config.triton.native_matmul
+
+
 def symbolic_expression(size: torch.SymInt) -> Any:
     """The sympy expression of a symbolic size (torch.SymInt.node.expr, 2.11 to 2.14)."""
     return size.node.expr

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
 from torch.fx import Node
 
 from ..errors import MachineError
@@ -21,6 +22,7 @@ from ..schedule.choose import DEFAULT_SLICES_PER_RANK, Choice, choose
 from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
+from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
 from .regions import Region, plan_chain, plan_region
 from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
@@ -33,20 +35,25 @@ DEEPEST = 4  # matmuls that a region may have one behind the other: out of atten
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul of a region, uncut: [batch, m, k] @ [batch, k, n]; `cut` names the dim that the slices divide."""
+    """A matmul of a region, uncut: [batch, m, k] @ [batch, k, n]; `cut` names the dim that the slices divide.
+
+    `sum_bytes` is the size of the sum over slices where a kernel of its own adds to it.
+    """
 
     batch: int
     m: int
     k: int
     n: int
     cut: str
+    sum_bytes: int = 0
 
     def slice_us(self, machine: Machine, dtype: str, slices: int) -> float:
         """Time of the matmul on one of `slices` slices."""
         sizes = {"batch": self.batch, "m": self.m, "k": self.k, "n": self.n}
         sizes[self.cut] = -(-sizes[self.cut] // slices)
         # A batched matmul fills the machine like one with as many rows.
-        return machine.matmul_us(sizes["batch"] * sizes["m"], sizes["k"], sizes["n"], dtype)
+        matmul_us = machine.matmul_us(sizes["batch"] * sizes["m"], sizes["k"], sizes["n"], dtype)
+        return matmul_us + (machine.add_us(self.sum_bytes) if self.sum_bytes and slices > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,27 @@ def decide(site: Site, options: Options, reserved: frozenset[Node] = frozenset()
     """Plan the region of a site and choose how deep it is, and its schedule.
 
     Deeper regions have more to hide the transfer under, and pay for it with thinner matmuls: the one that saves most time
-    is taken. They leave `reserved` matmuls, those next to other collectives, to these. Raises NotSeparable, with the
-    reasons, where no matmul can be computed slice by slice.
+    is taken. They leave `reserved` matmuls, those next to other collectives, to these. So it is with sums over slices that
+    have to be added in float32: they cost more memory traffic than the matmul alone, which a slow transfer hides. Raises
+    NotSeparable, with the reasons, where no matmul can be computed slice by slice.
     """
-    best = deepest = _decide(site, options, options.depth or 1, reserved)
+    found: list[Decision] = []
+    refusals: list[NotSeparable] = []
+    wide = site.kind.arrives_first and has_float32_products(tensor_of(site.value).device)
+    for wide_sums in (False, True) if wide else (False,):
+        try:
+            found.append(_decide_depth(site, options, reserved, wide_sums))
+        except NotSeparable as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    return max(found, key=lambda decision: decision.saved_us)
+
+
+def _decide_depth(site: Site, options: Options, reserved: frozenset[Node], wide_sums: bool) -> Decision:
+    best = deepest = _decide(site, options, options.depth or 1, reserved, wide_sums)
     for depth in range(2, DEEPEST + 1) if options.depth is None else ():
-        deeper = _decide(site, options, depth, reserved)
+        deeper = _decide(site, options, depth, reserved, wide_sums)
         if len(deeper.region.matmuls) <= len(deepest.region.matmuls):
             break
         deepest = deeper
@@ -102,8 +124,10 @@ def decide_chain(gather: Site, scatter: Site, options: Options) -> Decision:
     return _decide_planned(lambda slices_per_rank: plan_chain(gather, scatter, slices_per_rank), options)
 
 
-def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node]) -> Decision:
-    return _decide_planned(lambda slices_per_rank: plan_region(site, slices_per_rank, depth, reserved), options)
+def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node], wide_sums: bool) -> Decision:
+    return _decide_planned(
+        lambda slices_per_rank: plan_region(site, slices_per_rank, depth, reserved, wide_sums), options
+    )
 
 
 def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision:
@@ -223,6 +247,8 @@ def product_of(region: Region, node: Node) -> Product:
     sizes = {"m": shape[-2] if len(shape) > 1 else 1, "k": example_shape(a)[-1], "n": shape[-1]}
     batch = prod(shape[:-2])
     if cut is None:
-        return Product(batch, **sizes, cut="k")
+        # Two reads and a write in float32 for each slice. The first has no add, which pays for the wider products.
+        wide = tensor_of(node).dtype in SIXTEEN_BIT
+        return Product(batch, **sizes, cut="k", sum_bytes=prod(shape) * torch.float32.itemsize if wide else 0)
     where = {len(shape) - 1: "n", len(shape) - 2: "m"}.get(cut.dim, "batch")
     return Product(batch, **sizes, cut=where)

@@ -19,8 +19,19 @@ import torch
 from torch.fx import Node
 
 from ..schedule import Kind
-from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, is_shared_item, rule_of
-from .separability import Cut, NotSeparable, Split, divides_by_ranks, example_size, name_of, shape_of, slice_size
+from .rules import ADD_PRODUCT, MATMULS, VIEWS, aten, is_product_in_float32, is_shared_item, rule_of
+from .separability import (
+    SIXTEEN_BIT,
+    Cut,
+    NotSeparable,
+    Split,
+    divides_by_ranks,
+    example_size,
+    name_of,
+    shape_of,
+    slice_size,
+    tensor_of,
+)
 from .sites import Site
 from .sizes import quotient
 
@@ -31,7 +42,8 @@ class Region:
 
     `cuts` has every sliced tensor of the region: the site's value and the outputs of the members; those of a member
     whose output is a sum over slices are absent. `outputs` are read outside, and are joined (or summed) there. `shared`
-    are results that are the same for every slice. `depth` is how many matmuls may stand one behind the other.
+    are results that are the same for every slice. `depth` is how many matmuls may stand one behind the other. With
+    `wide_sums` a matmul may be a sum over slices in bfloat16 too, where its products can be had, and added, in float32.
 
     A chain ends in a second collective: `scatter`, whose value is a member. Its `body` is all that leads from the gathered
     tensor to that value.
@@ -41,6 +53,7 @@ class Region:
     slices_per_rank: int
     depth: int = 1
     reserved: frozenset[Node] = frozenset()
+    wide_sums: bool = False
     members: list[Node] = field(default_factory=list)
     splits: dict[Node, Split] = field(default_factory=dict)
     cuts: dict[Node, Cut] = field(default_factory=dict)
@@ -115,7 +128,13 @@ class Region:
         return (self.site,) if self.scatter is None else (self.site, self.scatter)
 
 
-def plan_region(site: Site, slices_per_rank: int, depth: int = 1, reserved: frozenset[Node] = frozenset()) -> Region:
+def plan_region(
+    site: Site,
+    slices_per_rank: int,
+    depth: int = 1,
+    reserved: frozenset[Node] = frozenset(),
+    wide_sums: bool = False,
+) -> Region:
     """Grow the region of a site, cut in at most `slices_per_rank` slices a rank, through at most `depth` matmuls a path.
 
     `reserved` matmuls are taken as the first of a path only: they are next to other collectives.
@@ -125,7 +144,7 @@ def plan_region(site: Site, slices_per_rank: int, depth: int = 1, reserved: froz
     reasons: list[str] = []
     candidates = (site, *site.alternatives)
     for candidate, m in [(c, m) for c in candidates for m in _divisors(c, slices_per_rank)]:
-        region = Region(candidate, m, depth, reserved)
+        region = Region(candidate, m, depth, reserved, wide_sums)
         try:
             (_grow_downstream if region.is_gather else _grow_upstream)(region)
             if region.matmuls:
@@ -256,10 +275,19 @@ def _try_member(region: Region, node: Node, outside: set[Node]) -> Split:
     if blocking:
         raise NotSeparable(f"{name_of(node)} also reads {blocking[0]}, which needs the whole gathered tensor first")
     split = rule_of(node).from_inputs(node, cuts, region.slices)
-    if split.output is None and node.target not in ADD_PRODUCT and node.target is not aten.sum.dim_IntList:
-        raise NotSeparable(f"{name_of(node)}: no way to add up the partial results of {node.target}")
+    if split.output is None:
+        _check_sum(node, region)
     _check_outside_inputs(split, region)
     return split
+
+
+def _check_sum(node: Node, region: Region) -> None:
+    """Raises NotSeparable where the results of the slices cannot be added up, or not without rounding each of them."""
+    if node.target not in ADD_PRODUCT and node.target is not aten.sum.dim_IntList:
+        raise NotSeparable(f"{name_of(node)}: no way to add up the partial results of {node.target}")
+    dtype = tensor_of(node).dtype
+    if dtype in SIXTEEN_BIT and not (region.wide_sums and is_product_in_float32(node)):
+        raise NotSeparable(f"{name_of(node)} sums over this dim: each slice would round to {dtype} once more")
 
 
 def _check_reserved(region: Region, node: Node, behind: int) -> None:

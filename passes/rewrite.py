@@ -22,7 +22,7 @@ from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
 from ..torch_adapter import without_guards
 from .attention import sliced_call
 from .regions import Region
-from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, aten, prims, tensor_operands
+from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, WIDE_PRODUCT, aten, prims, tensor_operands
 from .separability import (
     SIXTEEN_BIT,
     Cut,
@@ -125,7 +125,8 @@ class _Writer:
         results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
         results.update({block: self._block(block, rank, results) for block, rank in self.region.blocks_read_outside()})
         results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
-        results.update(self.totals)
+        for node, total in self.totals.items():
+            results[node] = self._as_dtype(total, tensor_of(node).dtype, None)
         if self._reduces:
             results[self.summed.wait] = self._summed_result()
         elif not self.region.is_gather:
@@ -206,7 +207,9 @@ class _Writer:
 
         args, kwargs = sliced_call(node, split.output, slice_, self.region.slices, args, kwargs, emit)
         pinned = node.target in MATMULS
-        if total is not None and node.target in ADD_PRODUCT:
+        if split.output is None and tensor_of(node).dtype in SIXTEEN_BIT:
+            target, args = WIDE_PRODUCT[node.target], (*args, torch.float32)
+        elif total is not None and node.target in ADD_PRODUCT:
             target, args = ADD_PRODUCT[node.target], (total, *args[-2:])
             kwargs = {key: value for key, value in kwargs.items() if key == "alpha"}
             total = None
@@ -296,7 +299,7 @@ class _Writer:
         terms = tuple(self._as_dtype(term, wide, slice_) for term in (self.sums[slice_], value))
         self.sums[slice_] = self._emit("add", aten.add.Tensor, terms, slice_)
 
-    def _as_dtype(self, node: Node, dtype: torch.dtype, slice_: int) -> Node:
+    def _as_dtype(self, node: Node, dtype: torch.dtype, slice_: int | None) -> Node:
         if tensor_of(node).dtype == dtype:
             return node
         return self._emit("cast", prims.convert_element_type.default, (node, dtype), slice_)

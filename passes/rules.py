@@ -14,8 +14,22 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..torch_adapter import has_float32_products
 from . import attention
-from .separability import Axes, AxesRule, Cut, Label, NotSeparable, ReshapeRule, Rule, Shape, Split, argument, shape_of
+from .separability import (
+    Axes,
+    AxesRule,
+    Cut,
+    Label,
+    NotSeparable,
+    ReshapeRule,
+    Rule,
+    Shape,
+    Split,
+    argument,
+    shape_of,
+    tensor_of,
+)
 from .sizes import Size, as_size, quotient
 
 aten = torch.ops.aten
@@ -441,6 +455,17 @@ ADD_PRODUCT: dict[Any, Any] = {
     aten.bmm.default: aten.baddbmm.default,
     aten.baddbmm.default: aten.baddbmm.default,
 }
+# The same product, not rounded: bfloat16 partial sums are added in float32. Their own adds: addmm.dtype takes no float32 sum.
+WIDE_PRODUCT: dict[Any, Any] = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
+
+
+def is_product_in_float32(node: Node) -> bool:
+    """Whether a matmul has a form that does not round its bfloat16 result.
+
+    None for float16: where `allow_fp16_accumulation` is set, cuBLAS has no such product.
+    """
+    value = tensor_of(node)
+    return node.target in WIDE_PRODUCT and value.dtype is torch.bfloat16 and has_float32_products(value.device)
 
 
 # Rows that users added, by op name: part of the compile cache's key.

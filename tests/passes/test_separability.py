@@ -108,14 +108,6 @@ def test_a_matmul_cut_along_k_is_a_sum_over_slices_of_both_factors() -> None:
     assert split.output is None
 
 
-def test_a_16_bit_matmul_is_not_summed_over_slices() -> None:
-    (mm,) = capture(lambda a, b: a @ b, tensors((4, 6), (6, 5), dtype=torch.bfloat16)).graph.find_nodes(
-        op="call_function", target=aten.mm.default
-    )
-    with pytest.raises(NotSeparable, match=r"round to torch\.bfloat16"):
-        rule_of(mm).from_inputs(mm, {mm.args[0]: Cut(1)}, 2)
-
-
 def test_a_bias_that_broadcasts_is_used_whole_and_a_matrix_bias_is_cut() -> None:
     for shape, cut in (((5,), None), ((1, 5), None), ((4, 5), Cut(0))):
         addmm = node_of(torch.addmm, aten.addmm.default, shape, (4, 6), (6, 5))
