@@ -238,7 +238,7 @@ class _Rewriter:
             if chain is not None:
                 parts, edits = [(chain.region, chain.schedule)], chain.edits
                 collectives, reason = (*collectives, *chain.scatters), chain.reason + _note(chain.scatters)
-        if site.kind is Kind.ALL_REDUCE and decision is not None:
+        if site.kind is Kind.ALL_REDUCE:
             halves = split_all_reduce(self.graph, site, decision, self.options, self.groups, reserved, self.wanted)
             if halves is not None:
                 parts, edits = halves.parts, (*edits, halves.edit)

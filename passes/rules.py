@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from ..torch_adapter import has_float32_products
-from . import attention
+from . import attention, indexing
 from .separability import (
     Axes,
     AxesRule,
@@ -24,13 +24,14 @@ from .separability import (
     NotSeparable,
     ReshapeRule,
     Rule,
-    Shape,
     Split,
     argument,
+    broadcast,
     shape_of,
+    slice_size,
     tensor_of,
 )
-from .sizes import Size, as_size, quotient
+from .sizes import Size, as_size, product, quotient
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -41,18 +42,6 @@ def tensor_operands(node: Node) -> list[Node]:
     operands: list[Node] = []
     torch.fx.map_arg((node.args, node.kwargs), operands.append)
     return [o for o in operands if isinstance(o.meta.get("val"), (torch.Tensor, tuple, list))]
-
-
-def _broadcast(shape: Shape, labels: tuple[Label, ...], sizes: Shape) -> tuple[Label, ...]:
-    """Labels of an operand of `shape` that broadcasts to `sizes`, whose dims are `labels`: aligned from the right."""
-    found: list[Label] = []
-    for size, label, wanted in zip(
-        shape, labels[len(labels) - len(shape) :], sizes[len(sizes) - len(shape) :], strict=True
-    ):
-        if size not in (1, wanted):
-            raise NotSeparable(f"sizes {size} and {wanted} are not known to be equal, nor the first to be 1")
-        found.append(None if size == 1 else label)
-    return tuple(found)
 
 
 def _identity_labels(node: Node) -> tuple[Label, ...]:
@@ -72,7 +61,7 @@ def _modulo(dims: int | Iterable[int] | None, rank: int) -> set[int]:
 def pointwise(node: Node) -> Axes:
     """Element by element, with broadcasting."""
     sizes, labels = shape_of(node), _identity_labels(node)
-    operands = tuple((o, _broadcast(shape_of(o), labels, sizes)) for o in tensor_operands(node))
+    operands = tuple((o, broadcast(shape_of(o), labels, sizes)) for o in tensor_operands(node))
     return Axes(operands, labels)
 
 
@@ -93,7 +82,7 @@ def einsum(spec: str) -> Callable[[Node], Axes]:
             tuple(
                 (
                     operand,
-                    _broadcast(shape_of(operand), tuple(labels), tuple(sizes[letter] for letter in labels)),
+                    broadcast(shape_of(operand), tuple(labels), tuple(sizes[letter] for letter in labels)),
                 )
                 for operand, labels in zip(operands, letters, strict=False)
             ),
@@ -159,6 +148,39 @@ def scaled_product(node: Node) -> Axes:
     if isinstance(scale := argument(node, "scale_result"), Node):
         operands.append((scale, (None,) * len(shape_of(scale))))
     return Axes(tuple(operands), ("m", "n"))
+
+
+GROUPED_BYTES = 16  # _grouped_mm takes operands of which rows start at a multiple of so many bytes
+
+
+@dataclass(frozen=True)
+class GroupedProductRule(AxesRule):
+    """_grouped_mm: the axes, and slices of columns that start where its kernels can read."""
+
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+        return self._checked(node, super().from_inputs(node, cuts, n), n)
+
+    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+        return self._checked(node, super().from_output(node, cut, n), n)
+
+    @staticmethod
+    def _checked(node: Node, split: Split, n: int) -> Split:
+        if split.output is not None:
+            columns = slice_size(shape_of(node), split.output, n)
+            if quotient(product((columns, tensor_of(node).element_size())), GROUPED_BYTES) is None:
+                raise NotSeparable(f"{node.name}: a slice of {columns} columns is no multiple of {GROUPED_BYTES} bytes")
+        return split
+
+
+def grouped_product(node: Node) -> Axes:
+    """tokens [T, K] in order of expert, weights [E, K, N], where each expert's tokens end [E] -> [T, N]
+
+    Which tokens are whose depends on data, so that they are needed whole.
+    """
+    tokens, weights, *ends = tensor_operands(node)
+    if len(ends) != 1 or (len(shape_of(tokens)), len(shape_of(weights))) != (2, 3):
+        raise NotSeparable(f"{node.name} is no product of one matrix with a group of matrices")
+    return Axes(((tokens, (None, "k")), (weights, ("e", "k", "n")), (ends[0], ("e",))), (None, "n"))
 
 
 def reduction(sums: bool = False) -> Callable[[Node], Axes]:
@@ -231,7 +253,7 @@ def expand(node: Node) -> Axes:
     """A dim that is expanded is cut without cutting the input: each slice expands to fewer items."""
     (source,) = tensor_operands(node)
     labels = _identity_labels(node)
-    return Axes(((source, _broadcast(shape_of(source), labels, shape_of(node))),), labels)
+    return Axes(((source, broadcast(shape_of(source), labels, shape_of(node))),), labels)
 
 
 def narrow(node: Node) -> Axes:
@@ -397,6 +419,10 @@ _AXES: dict[Any, Callable[[Node], Axes]] = {
     aten.constant_pad_nd.default: pad,
     operator.getitem: getitem,
     aten.embedding.default: embedding,
+    aten.index.Tensor: indexing.index,
+    aten._unsafe_index.Tensor: indexing.index,
+    aten.index_put.default: indexing.index_put,
+    aten._unsafe_index_put.default: indexing.index_put,
 }
 
 RESHAPES: tuple[Any, ...] = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
@@ -405,6 +431,7 @@ RULES: dict[Any, Rule] = {
     **{op: AxesRule(axes) for op, axes in _AXES.items()},
     **dict.fromkeys(RESHAPES, ReshapeRule()),
     aten._scaled_mm.default: ScaledProductRule(scaled_product),
+    aten._grouped_mm.default: GroupedProductRule(grouped_product),
     **dict.fromkeys(attention.RANDOM_STATE, attention.AttentionRule(attention.forward)),
     **dict.fromkeys(attention.BACKWARDS, attention.AttentionRule(attention.backward)),
 }
@@ -436,7 +463,7 @@ VIEWS: frozenset[Any] = frozenset(
 )
 
 # Where a matmul's first factor stands among its tensors, if not before the last one (a bias comes first as a rule).
-FIRST_FACTOR: dict[Any, int] = {aten.linear.default: 0, aten._scaled_mm.default: 0}
+FIRST_FACTOR: dict[Any, int] = {aten.linear.default: 0, aten._scaled_mm.default: 0, aten._grouped_mm.default: 0}
 
 # What makes a region worth having, and how the partial sums of slices are added up where its K dim is cut.
 ATTENTIONS: frozenset[Any] = frozenset(attention.RANDOM_STATE) | attention.BACKWARDS
@@ -447,6 +474,7 @@ MATMULS: set[Any] = {
     aten.baddbmm.default,
     aten.linear.default,
     aten._scaled_mm.default,
+    aten._grouped_mm.default,
     *ATTENTIONS,
 }
 ADD_PRODUCT: dict[Any, Any] = {

@@ -171,6 +171,18 @@ def local_shape(shape: Shape, cut: Cut, n: int) -> list[Size]:
 Label = Hashable | None  # None: a dim of size 1 that is broadcast, or one that no operand shares
 
 
+def broadcast(shape: Shape, labels: tuple[Label, ...], sizes: Shape) -> tuple[Label, ...]:
+    """Labels of an operand of `shape` that broadcasts to `sizes`, whose dims are `labels`: aligned from the right."""
+    found: list[Label] = []
+    for size, label, wanted in zip(
+        shape, labels[len(labels) - len(shape) :], sizes[len(sizes) - len(shape) :], strict=True
+    ):
+        if size not in (1, wanted):
+            raise NotSeparable(f"sizes {size} and {wanted} are not known to be equal, nor the first to be 1")
+        found.append(None if size == 1 else label)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Axes:
     """The axes of a node, in einsum terms: a label for each dim of each tensor input, and of the output.

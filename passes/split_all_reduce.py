@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from torch.fx import Graph, Node
 
@@ -33,7 +33,7 @@ class Halves:
     """An all-reduce that is split in the graph, and how its halves are rewritten."""
 
     edit: Edit
-    parts: list[tuple[Region, Schedule]]  # the reduce-scatter, and the all-gather
+    parts: list[tuple[Region, Schedule]]  # the reduce-scatter where it is no plain collective, and the all-gather
     saved_us: float  # against the plain all-reduce; what the split takes from other collectives is taken off
     reason: str
 
@@ -41,7 +41,7 @@ class Halves:
 def split_all_reduce(
     graph: Graph,
     site: Site,
-    whole: Decision,
+    whole: Decision | None,
     options: Options,
     groups: Groups,
     reserved: frozenset[Node],
@@ -49,30 +49,30 @@ def split_all_reduce(
 ) -> Halves | None:
     """Split the all-reduce of `site` in the graph, along the dim that saves most.
 
-    None, and the graph as it was, where no split has matmuls at both ends or none is predicted to be better than `whole`,
-    the all-reduce in one region. With rewrite='always' a split needs no better prediction. `wanted` are matmuls that another
+    None, and the graph as it was, where no split has matmuls behind it or none is predicted to be better than `whole`, the
+    all-reduce in one region, if it can be one. With rewrite='always' a split into two regions needs no better prediction.
+    `wanted` are matmuls that another
     collective can be hidden under, with that collective and the time that this saves: to take one away costs as much.
     `reserved` is as for `decide`.
     """
+    # A part in a million is no difference: one region is simpler than two.
+    least_us = -inf if whole is None else whole.saved_us + 1e-6 * abs(whole.saved_us)
     best: tuple[float, Site] | None = None
     for along in (site, *site.alternatives):
         halves = _split_along(graph, along, options, groups, reserved, wanted)
         if halves is None:
             continue
         halves.edit.undo()
-        if best is None or halves.saved_us > best[0]:
+        both_always = options.rewrite == "always" and len(halves.parts) == 2
+        if (both_always or halves.saved_us > least_us) and (best is None or halves.saved_us > best[0]):
             best = (halves.saved_us, along)
-    # A part in a million is no difference: one region is simpler than two.
-    least_us = whole.saved_us + 1e-6 * abs(whole.saved_us)
-    if best is None or (options.rewrite == "auto" and best[0] <= least_us):
-        return None
-    return _split_along(graph, best[1], options, groups, reserved, wanted)
+    return None if best is None else _split_along(graph, best[1], options, groups, reserved, wanted)
 
 
 def _split_along(
     graph: Graph, along: Site, options: Options, groups: Groups, reserved: frozenset[Node], wanted: Wanted
 ) -> Halves | None:
-    """The split along one dim, applied to the graph; None, and the graph as it was, where a half cannot be rewritten."""
+    """The split along one dim, applied to the graph; None, and the graph as it was, where it is not to be used."""
     if not is_contiguous(tensor_of(along.wait)):
         return None  # what is gathered is, and readers may depend on strides
     edit = Edit(graph, along.wait.next)
@@ -81,16 +81,20 @@ def _split_along(
     gather, joined = edit.all_gather(shard, along.dim, ranks, group, f"{name}_gather_half")
     edit.replace(along.wait, joined)
     edit.dead = [along.collective, along.wait]
-    try:
-        scattered, gathered = (decide(_site(node, groups), options, reserved) for node in (scatter, gather))
-        judged = _judge(along, scattered, gathered, options, wanted)
-    except NotSeparable:
-        judged = None
+    scattered, gathered = (_decided(node, options, groups, reserved) for node in (scatter, gather))
+    judged = None if gathered is None else _judge(along, scattered, gathered, options, wanted)
     if judged is None:
         edit.undo()
         return None
-    parts = [(half.region, half.best) for half in (scattered, gathered) if half.best is not None]
+    parts = [(half.region, half.best) for half in (scattered, gathered) if half is not None and half.best is not None]
     return Halves(edit, parts, *judged)
+
+
+def _decided(node: Node, options: Options, groups: Groups, reserved: frozenset[Node]) -> Decision | None:
+    try:
+        return decide(_site(node, groups), options, reserved)
+    except NotSeparable:
+        return None
 
 
 def _site(node: Node, groups: Groups) -> Site:
@@ -101,29 +105,36 @@ def _site(node: Node, groups: Groups) -> Site:
 
 
 def _judge(
-    along: Site, scatter: Decision, gather: Decision, options: Options, wanted: Wanted
+    along: Site, scatter: Decision | None, gather: Decision, options: Options, wanted: Wanted
 ) -> tuple[float, str] | None:
     """What the split saves against the plain all-reduce, and the reason for the record; None where it is not to be used."""
-    if scatter.best is None or gather.best is None:
+    if gather.best is None or (scatter is not None and scatter.best is None):
         return None
     taken = dict(wanted[node] for node in gather.region.matmuls if node in wanted)
     always = options.rewrite == "always"
     if always and taken:
         return None  # with fewer of them split, more are rewritten
-    if scatter.choice is None or gather.choice is None:
-        return 0.0, scatter.reason
+    regions = [gather] if scatter is None else [scatter, gather]
+    choices = [region.choice for region in regions if region.choice is not None]
+    if len(choices) < len(regions):
+        return 0.0, gather.reason
     value = tensor_of(along.value)
     machine = machine_of(options, value.device.type)
     block_bytes = prod(example_shape(along.value)) * value.element_size() / along.ranks
-    plain_us = _compute_us(scatter.choice) + _compute_us(gather.choice)
-    plain_us += collective_us(Kind.ALL_REDUCE, machine, along.ranks, block_bytes)
-    saved_us = plain_us - _predicted_us(scatter.choice) - _predicted_us(gather.choice)
+    plain_us = sum(map(_compute_us, choices)) + collective_us(Kind.ALL_REDUCE, machine, along.ranks, block_bytes)
+    split_us = sum(map(_predicted_us, choices))
+    if scatter is None:
+        split_us += collective_us(Kind.REDUCE_SCATTER, machine, along.ranks, block_bytes)
+        how = "its all-gather half under the matmuls after it, and a plain reduce-scatter, as no matmul makes what is summed"
+    else:
+        how = "its reduce-scatter half under the matmuls before it and its all-gather half under those after it"
+    saved_us = plain_us - split_us
     if not always and saved_us <= options.margin * plain_us:
         return None
+    schedules = " + ".join(region.best.describe() for region in regions if region.best is not None)
     reason = (
-        f"predicted {saved_us / plain_us:.1%} faster on machine {machine.name} with its reduce-scatter half under the "
-        f"matmuls before it and its all-gather half under those after it: plain {plain_us / 1e3:.4g} ms, "
-        f"{scatter.best.describe()} + {gather.best.describe()} {(plain_us - saved_us) / 1e3:.4g} ms"
+        f"predicted {saved_us / plain_us:.1%} faster on machine {machine.name} with {how}: "
+        f"plain {plain_us / 1e3:.4g} ms, {schedules} {split_us / 1e3:.4g} ms"
     )
     return saved_us - sum(taken.values()), f"rewrite='always'; {reason}" if always else reason
 

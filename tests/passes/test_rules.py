@@ -23,6 +23,12 @@ from tests.programs import Program
 prims = torch.ops.prims
 N = 2
 
+
+def places(x: Tensor) -> Tensor:
+    """Different indices below 4, some of them equal: additions that meet have an order."""
+    return (x * 100).long() % 4
+
+
 # op -> a call of it, and the shapes of the inputs
 CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] = {
     aten.mm.default: (lambda a, b: a @ b, ((4, 6), (6, 8))),
@@ -89,6 +95,23 @@ CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] =
     aten.cat.default: (lambda x, y: torch.cat([x, y], 1), ((4, 6), (4, 2))),
     aten.constant_pad_nd.default: (lambda x: aten.constant_pad_nd(x, [1, 1], 0.0), ((4, 6),)),
     aten.embedding.default: (lambda w, i: aten.embedding(w, (i * 0).long()), ((5, 8), (4, 6))),
+    aten.index.Tensor: (lambda x, i: aten.index(x, [None, places(i)]), ((4, 6, 2), (8,))),
+    aten._unsafe_index.Tensor: (
+        lambda x, i, j: aten._unsafe_index(x, [places(i), None, places(j)]),
+        ((4, 6, 4), (2, 1), (4,)),
+    ),
+    aten.index_put.default: (
+        lambda x, i, v: aten.index_put(x, [None, places(i)], v, True),
+        ((4, 6, 2), (8,), (4, 8, 1)),
+    ),
+    aten._unsafe_index_put.default: (
+        lambda x, i, j, v: aten._unsafe_index_put(x, [places(i), None, places(j)], v, True),
+        ((4, 6, 4), (2, 1), (4,), (2, 4, 6)),
+    ),
+    aten._grouped_mm.default: (
+        lambda a, b, e: aten._grouped_mm(a.bfloat16(), b.bfloat16(), (e * 0).int() + 3),
+        ((3, 16), (2, 16, 32), (2,)),
+    ),
     aten.view.default: (lambda x: aten.view(x, [24, 2]), ((4, 6, 2),)),
     aten.reshape.default: (lambda x: x.reshape(4, 12), ((4, 6, 2),)),
     aten._unsafe_view.default: (lambda x: aten._unsafe_view(x, [2, 2, 6]), ((4, 6),)),
@@ -205,14 +228,44 @@ def test_slices_of_the_output_are_the_op_on_slices_of_the_inputs(target: object)
         (lambda x: torch.cat([x, x], 0), ((4, 6),), Cut(0)),
         (lambda x: aten.constant_pad_nd(x, [0, 0, 1, 0]), ((4, 6),), Cut(0)),
         (lambda x: aten.native_layer_norm(x, [6], None, None, 1e-5)[0], ((4, 6),), Cut(1)),
+        (lambda x, i: aten.index(x, [places(i)]), ((4, 6), (8,)), Cut(0)),
+        (lambda x, i, v: aten.index_put(x, [places(i)], v), ((4, 6), (8,), (8, 6)), Cut(0)),
     ],
 )
 def test_a_dim_along_which_elements_meet_is_not_cut(function, shapes, cut) -> None:
     gm = capture(function, tensors(*shapes))
-    (source,) = gm.graph.find_nodes(op="placeholder")
+    source = gm.graph.find_nodes(op="placeholder")[0]
     (node, *_) = source.users
     with pytest.raises(NotSeparable):
         rule_of(node).from_inputs(node, {source: cut}, N)
+
+
+def test_a_mask_that_fills_is_cut_and_one_that_orders_values_is_not() -> None:
+    def fill(x: Tensor, value: Tensor) -> Tensor:
+        return aten.index_put(x, [x[:, :, 0] > 0], value)
+
+    for shape, separable in (((), True), ((1,), True), ((2,), False)):
+        gm = capture(fill, tensors((4, 6, 2), shape))
+        node = gm.graph.find_nodes(op="call_function", target=aten.index_put.default)[0]
+        if separable:
+            mask = node.args[1][0]
+            for dim in range(2):
+                split = rule_of(node).from_output(node, Cut(dim), N)
+                assert split.inputs == {node.args[0]: Cut(dim), mask: Cut(dim)}
+        else:
+            with pytest.raises(NotSeparable, match="order of a mask"):
+                rule_of(node).from_output(node, Cut(0), N)
+
+
+def test_columns_of_a_grouped_product_are_cut_where_its_kernels_can_read() -> None:
+    for columns, separable in ((32, True), (24, False)):  # in two slices of 16, or of 12 numbers of 2 bytes
+        gm = capture(CASES[aten._grouped_mm.default][0], tensors((3, 16), (2, 16, columns), (2,)))
+        node = gm.graph.find_nodes(op="call_function", target=aten._grouped_mm.default)[0]
+        if separable:
+            assert rule_of(node).from_output(node, Cut(1), N).output == Cut(1)
+        else:
+            with pytest.raises(NotSeparable, match="16 bytes"):
+                rule_of(node).from_output(node, Cut(1), N)
 
 
 @pytest.fixture
