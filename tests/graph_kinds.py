@@ -20,6 +20,7 @@ from fo_compiler.records import Record
 from fo_compiler.testing import assert_equivalent
 from tests.graphs import all_gather, all_reduce, all_to_all, c10d, capture, reduce_scatter
 
+aten = torch.ops.aten
 R = 2  # ranks
 GATHER, SCATTER, REDUCE, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 
@@ -182,6 +183,24 @@ def mlp_two_branches(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tenso
 def two_layers_tensor_parallel(x: Tensor, up: Tensor, down: Tensor, up2: Tensor, down2: Tensor, norm: Tensor) -> Tensor:
     h = x + reduce(F.gelu(copy(x) @ up) @ down)
     return h + reduce(F.gelu(copy(F.rms_norm(h, (h.shape[-1],), norm)) @ up2) @ down2)
+
+
+def vocabulary_in_parts(table: Tensor, norm: Tensor, w: Tensor) -> Tensor:
+    """Each rank has the embeddings of a part of the vocabulary, and zeros for tokens of other parts."""
+    tokens = (torch.arange(B * S) * 5 % (2 * table.shape[0])).reshape(B, S)
+    other = tokens >= table.shape[0]
+    rows = aten.index_put(F.embedding(tokens.masked_fill(other, 0), table), [other], table.new_zeros(()))
+    return F.layer_norm(reduce(rows), norm.shape, norm) @ w
+
+
+def experts(x: Tensor, scores: Tensor, up: Tensor, down: Tensor, w: Tensor) -> Tensor:
+    """Two of four experts a token, in order of expert, and back: each rank has a part of the columns of each expert."""
+    best = scores.topk(2).values
+    order = scores.topk(2).indices.flatten().argsort(stable=True)
+    back = order.argsort()
+    rows = F.silu(x[order // 2] @ up) @ down
+    y = (rows * best.flatten()[order][:, None])[back].reshape(x.shape[0], 2, -1).sum(1)
+    return torch.tanh(x + reduce(y)) @ w
 
 
 def to_heads(x: Tensor, heads: int) -> Tensor:
@@ -370,6 +389,14 @@ KINDS: tuple[GraphKind, ...] = (
         "two layers with norm",
         two_layers_tensor_parallel,
         lambda d: [(B, S, d), (d, 6), (6, d), (d, 6), (6, d), (d,)],
+    ),
+    GraphKind(TP, "vocabulary in parts", vocabulary_in_parts, lambda d: [(d, d), (d,), (d, 6)]),
+    GraphKind(
+        TP,
+        "experts",
+        experts,
+        lambda d: [(B * S, d), (B * S, 4), (d, 6), (6, d), (d, 6)],
+        gradients=False,
     ),
     GraphKind(CHAIN, "one matmul", mlp_chain, lambda d: [(S, d), (d, 6)]),
     GraphKind(ULYSSES, "block", ulysses, lambda d: [(B, S, d), (d, d), (d, d), (d, d), (d, d)]),

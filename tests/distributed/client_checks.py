@@ -16,7 +16,7 @@ from fo_compiler.records import Record
 from tests.distributed.checks import CountCollectives, assert_one_record_each
 
 
-def load(folder: str) -> Any:
+def load(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model in `folder`, sharded by its own plan."""
     for name, value in (
         ("RANK", dist.get_rank()),
@@ -26,7 +26,7 @@ def load(folder: str) -> Any:
         os.environ[name] = str(value)  # as torchrun sets them
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=dtype)
 
 
 def tokens(length: int) -> Tensor:
@@ -54,6 +54,14 @@ def model_trains(folder: str) -> list[Record]:
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
     assert_one_record_each(report.records, counter.count)
+    return report.records
+
+
+def training_records(folder: str, dtype: torch.dtype) -> list[Record]:
+    """What is done with the collectives of a step, on a fake process group."""
+    compiled = torch.compile(load(folder, dtype), backend="flashoverlap", options={"rewrite": "always"})
+    with config.patch(fallback_by_default=True), fo_compiler.record() as report:
+        compiled(input_ids=tokens(16), labels=tokens(16), use_cache=False).loss.backward()
     return report.records
 
 

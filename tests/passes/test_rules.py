@@ -15,7 +15,7 @@ from fo_compiler.passes.overlap_pass import FlashOverlapPass
 from fo_compiler.passes.rules import ATTENTIONS, MATMULS, RESHAPES, RULES, SHAPE_ARGUMENT, registered, rule_of
 from fo_compiler.passes.separability import Cut, NotSeparable, Split, local_shape, shape_of
 from fo_compiler.testing import assert_equivalent
-from tests.graphs import all_gather, capture
+from tests.graphs import all_gather, all_reduce, capture
 from tests.passes.helpers import aten, on_each_rank, tensors
 from tests.passes.test_separability import cut_slices
 from tests.programs import Program
@@ -266,6 +266,20 @@ def test_columns_of_a_grouped_product_are_cut_where_its_kernels_can_read() -> No
         else:
             with pytest.raises(NotSeparable, match="16 bytes"):
                 rule_of(node).from_output(node, Cut(1), N)
+
+
+def test_what_experts_give_is_summed_column_by_column() -> None:
+    """Tokens in order of expert, multiplied with the part of each expert that a rank has, and put back in their order."""
+
+    def layer(tokens: Tensor, down: Tensor, order: Tensor) -> Tensor:
+        ends = torch.tensor([1, 1, 6, 8], dtype=torch.int32)
+        rows = order[:, 0].argsort(stable=True)
+        return all_reduce(aten._grouped_mm(tokens[rows], down, ends)[rows.argsort()].reshape(4, 2, 32).sum(1))
+
+    inputs = on_each_rank(2, (8, 16), (4, 16, 32), (8, 1), dtype=torch.bfloat16)
+    (record,) = assert_equivalent(capture(layer, inputs[0]), inputs, rtol=1e-2, atol=1e-2).records
+    assert record.region == ("_grouped_mm",)
+    assert "along dim 1" in record.tensor
 
 
 @pytest.fixture

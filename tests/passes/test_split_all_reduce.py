@@ -101,6 +101,41 @@ def test_the_split_is_used_exactly_where_it_is_predicted_to_pay(rows: int) -> No
     assert ("+" in (record.schedule or "")) == (rows == 8192)
 
 
+def looked_up(tokens: Tensor, table: Tensor, norm: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a table of which each rank has a part, summed: no matmul makes what travels."""
+    y = all_reduce(F.embedding((tokens * 100).long() % table.shape[0], table))
+    return y, F.layer_norm(y, (y.shape[-1],), norm) @ v
+
+
+@pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct"])
+@pytest.mark.parametrize("m", [1, 2])
+def test_the_gather_half_alone_is_hidden_where_no_matmul_makes_what_is_summed(schedule: str, m: int) -> None:
+    inputs = on_each_rank(3, (2, 6), (8, 5), (5,), (5, 7))
+    gm = capture(looked_up, inputs[0])
+    options = Options(rewrite="always", schedule=schedule, slices_per_rank=m)
+    (record,) = assert_equivalent(gm, inputs, options).records
+    assert record.schedule == (schedule if m == 1 else f"{schedule} x{m}")
+    assert record.region == ("mm",)
+    assert "a plain reduce-scatter" in record.reason
+    graph, _ = rewrite_for_rank(gm, options, LocalWorld(3).transport(0))
+    (collective,) = (node for node in graph.graph.nodes if is_collective(node))
+    assert collective.target is torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+@pytest.mark.parametrize("rows", [64, 8192])
+def test_the_gather_half_alone_is_hidden_exactly_where_it_is_predicted_to_pay(rows: int) -> None:
+    shapes = ((rows,), (4096, 4096), (4096,), (4096, 4096))
+    (record,) = decided(looked_up, shapes, Options(machine="h100-nvlink"))
+    assert record.rewritten == (rows == 8192)
+
+
+def test_what_no_matmul_makes_or_reads_is_left_alone() -> None:
+    inputs = on_each_rank(2, (4,), (8, 6))
+    gm = capture(lambda i, t: all_reduce(F.embedding((i * 100).long() % 8, t)), inputs[0])
+    (record,) = assert_equivalent(gm, inputs).records
+    assert not record.rewritten
+
+
 def test_what_is_not_rewritten_is_left_as_it_was() -> None:
     gm = capture(residual, tensors(*shapes_of(2, 6)))
     before = str(gm.graph)
