@@ -116,7 +116,7 @@ def format_table(records: Sequence[Record], width: int = 150) -> str:
         )
         for record in records
     ]
-    caps = (10, 28, 5, 12, 34)
+    caps = (10, 28, 5, 13, 34)  # no name of a schedule is longer
     widths = [min(cap, max(len(row[column]) for row in (header, *rows))) for column, cap in enumerate(caps)]
     widths.append(max(20, width - sum(widths) - 2 * len(widths)))
     lines: list[str] = []

@@ -523,7 +523,8 @@ def register_rule(op: Any, spec: str, is_matmul: bool = False) -> None:
 def rule_of(node: Node) -> Rule:
     """The row for a node. Raises NotSeparable where there is none."""
     if node.op != "call_function":
-        raise NotSeparable(f"{node.name} is a graph {node.op}")
+        what = "an input" if node.op == "placeholder" else f"a {node.op}"
+        raise NotSeparable(f"{node.name} is {what} of the graph: it is there whole")
     rule = RULES.get(node.target)
     if rule is not None:
         return rule

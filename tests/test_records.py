@@ -9,6 +9,7 @@ import pytest
 
 from fo_compiler import records as records_module
 from fo_compiler.records import GraphRecords, Record, format_table, publish, publish_payload, record
+from fo_compiler.schedule import FAMILIES
 
 DONE = Record("forward", "all_gather_into_tensor (ag_1)", 4, True, "ring x2", ("mm", "mm_1"), "float32[8, 4]: 8 slices")
 LEFT = Record("backward", "all_reduce (all_reduce)", 2, False, None, (), "not a kind that is sliced — yet, 'quoted'")
@@ -38,6 +39,11 @@ def test_the_table_wraps_long_reasons_and_keeps_every_word() -> None:
     text = format_table([replace(LEFT, reason=reason)], width=100)
     assert all(len(line) <= 100 for line in text.splitlines())
     assert [word for word in text.split() if word.startswith("word")] == reason.split()
+
+
+def test_the_table_breaks_no_name_of_a_schedule() -> None:
+    for family in {name for families in FAMILIES.values() for name in families}:
+        assert family in format_table([replace(DONE, schedule=f"{family} x8")])
 
 
 def test_the_table_breaks_a_name_that_is_wider_than_its_column() -> None:
