@@ -503,7 +503,8 @@ registered: dict[str, str] = {}
 def register_rule(op: Any, spec: str, is_matmul: bool = False) -> None:
     """Add a row for an op of your own: its tensor inputs and output in einsum terms, as `"mk,kn->mn"`.
 
-    Along an axis of the output the op has to be computable slice by slice; axes that only inputs have are needed whole.
+    Along an axis of the output the op has to be computable slice by slice; axes that only inputs or only the output have are
+    needed whole.
     With `is_matmul` a region may be built around it, as around a matmul. Raises ValueError for a spec that is none, or an
     op that has a row already.
     """
@@ -513,8 +514,8 @@ def register_rule(op: Any, spec: str, is_matmul: bool = False) -> None:
         raise ValueError(f"expected axes as in 'mk,kn->mn', got {spec!r}")
     if op in RULES:
         raise ValueError(f"{op} has a separability rule already")
-    product = einsum(f"{inputs}->{output}")
-    RULES[op] = AxesRule(lambda node: replace(product(node), sums=False))
+    axes, whole = einsum(f"{inputs}->{output}"), frozenset(output) - frozenset(inputs)
+    RULES[op] = AxesRule(lambda node: replace(axes(node), sums=False, blocked=whole))
     registered[str(op)] = f"{spec} {is_matmul}"
     if is_matmul:
         MATMULS.add(op)

@@ -303,6 +303,15 @@ def test_a_user_can_add_a_row_for_an_op_of_their_own(own_op) -> None:
     assert FlashOverlapPass(Options()).uuid() != before, "another compile cache key"
 
 
+def test_an_axis_that_only_the_output_of_an_own_op_has_is_needed_whole(own_op) -> None:
+    fo_compiler.register_rule(own_op, "mk,kn->mz")
+    gm = capture(lambda a, b: own_op(a, b, 0.5), tensors((4, 6), (6, 8)))
+    (node,) = gm.graph.find_nodes(op="call_function", target=own_op)
+    assert rule_of(node).from_output(node, Cut(0), N).inputs
+    with pytest.raises(NotSeparable, match="needs this dim whole"):
+        rule_of(node).from_output(node, Cut(1), N)
+
+
 @pytest.mark.parametrize("spec", ["mk,kn", "m k -> ", "mk,k1->m1"])
 def test_a_row_that_is_no_einsum_is_refused(own_op, spec: str) -> None:
     with pytest.raises(ValueError, match="expected axes"):

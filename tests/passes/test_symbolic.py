@@ -48,6 +48,11 @@ def reduced(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (all_reduce(x @ w),)
 
 
+def looked_up(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Rows by indices, which no matmul makes: only the all-gather half of the sum is hidden."""
+    return (all_reduce(F.embedding((x[..., 0] * 100).long() % 4, w)) @ w.t(),)
+
+
 def exchanged(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (all_to_all(x.repeat(N, 1, 1), N) @ w,)
 
@@ -74,7 +79,9 @@ def guards(gm: fx.GraphModule) -> int:
 
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=["batch", "sequence", "both"])
-@pytest.mark.parametrize("function", [gather, scatter, reduced, exchanged, weight_gradient], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [gather, scatter, reduced, looked_up, exchanged, weight_gradient], ids=lambda f: f.__name__
+)
 def test_one_graph_serves_all_sizes_without_a_guard(
     function: Callable[..., tuple[Tensor, ...]], dims: Sequence[int]
 ) -> None:
