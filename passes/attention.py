@@ -31,6 +31,7 @@ from .separability import (
     Split,
     argument,
     example_shape,
+    name_of,
     shape_of,
     slice_size,
     tensor_of,
@@ -86,7 +87,7 @@ def _sizes(node: Node, shape: Callable[[Node], Shape] = shape_of) -> Shape:
 def _operands(node: Node) -> list[tuple[Node, tuple[Label, ...]]]:
     batch, heads, rows, keys, _, _ = _sizes(node)
     if argument(node, "dropout_p"):
-        raise NotSeparable(f"{node.name} drops at random: slices would draw other numbers than the whole")
+        raise NotSeparable(f"{name_of(node)} drops at random: slices would draw other numbers than the whole")
     key, value = argument(node, "key"), argument(node, "value")
     few: Label = "h" if shape_of(key)[1] != 1 or heads == 1 else None  # one head of keys serves all slices
     operands: list[tuple[Node, tuple[Label, ...]]] = [
@@ -102,7 +103,7 @@ def _operands(node: Node) -> list[tuple[Node, tuple[Label, ...]]]:
         offset = 4 - len(shape)
         if any(size not in (1, full[offset + d]) for d, size in enumerate(shape)):
             raise NotSeparable(
-                f"the sizes {list(shape)} of the mask of {node.name} are not known to be 1 or {list(full)}"
+                f"the sizes {list(shape)} of the mask of {name_of(node)} are not known to be 1 or {list(full)}"
             )
         labels = tuple(None if size == 1 else wanted[offset + d] for d, size in enumerate(shape))
         operands.append((mask, labels))
@@ -110,15 +111,15 @@ def _operands(node: Node) -> list[tuple[Node, tuple[Label, ...]]]:
 
 
 def forward(node: Node) -> Axes:
-    unknown = [user.name for user in node.users if user.args[1] not in {0, 1, *RANDOM_STATE[node.target]}]
+    unknown = [name_of(user) for user in node.users if user.args[1] not in {0, 1, *RANDOM_STATE[node.target]}]
     if unknown:
-        raise NotSeparable(f"{unknown[0]} is a result of {node.name} that slices do not have")
+        raise NotSeparable(f"{unknown[0]} is a result of {name_of(node)} that slices do not have")
     return Axes(tuple(_operands(node)), ("b", "h", "q", "f"), frozenset("f"))
 
 
 def backward(node: Node) -> Axes:
     if _asks_for_gradient_of_bias(node):
-        raise NotSeparable(f"{node.name} yields the gradient of a bias, which is a sum over slices")
+        raise NotSeparable(f"{name_of(node)} yields the gradient of a bias, which is a sum over slices")
     grad, out, logsumexp = (
         next(node.args[i] for i, formal in enumerate(node.target._schema.arguments) if formal.name in names)  # type: ignore[union-attr]
         for names in (("grad_out", "grad_out_"), ("out",), ("logsumexp",))
@@ -157,20 +158,20 @@ def _checked(node: Node, split: Split, n: int) -> Split:
     if argument(node, "is_causal"):
         if node.target not in SLICED_CALLS:
             raise NotSeparable(
-                f"{node.name} is causal, and {node.target} cannot be told where a slice of its rows stands"
+                f"{name_of(node)} is causal, and {node.target} cannot be told where a slice of its rows stands"
             )
         if cut.outer != 1:
-            raise NotSeparable(f"{node.name} is causal, and a slice of its rows is not contiguous")
+            raise NotSeparable(f"{name_of(node)} is causal, and a slice of its rows is not contiguous")
         static = isinstance(rows, int) and isinstance(keys, int)
         if (node.target is FLASH or not static) and not at_least(keys, rows):
             raise NotSeparable(
-                f"{node.name} is causal, with {rows} rows and {keys} keys: with more rows than keys some see no key"
+                f"{name_of(node)} is causal, with {rows} rows and {keys} keys: with more rows than keys some see no key"
             )
     if node.target is EFFICIENT and argument(node, "compute_log_sumexp"):
         size = slice_size((rows,), Cut(0, cut.outer), n)
         if cut.outer != 1 or quotient(size, EFFICIENT_ROWS) is None:
             raise NotSeparable(
-                f"{node.name} pads its logsumexp to a multiple of {EFFICIENT_ROWS} rows, and a slice has {size}"
+                f"{name_of(node)} pads its logsumexp to a multiple of {EFFICIENT_ROWS} rows, and a slice has {size}"
             )
     return split
 

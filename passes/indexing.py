@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from .separability import Axes, Label, NotSeparable, Shape, argument, broadcast, shape_of, tensor_of
+from .separability import Axes, Label, NotSeparable, Shape, argument, broadcast, name_of, shape_of, tensor_of
 from .sizes import Size
 
 _WHY = ": its indices depend on data"
@@ -22,7 +22,7 @@ def index(node: Node) -> Axes:
     source = argument(node, "self")
     indices, masks = _indices(node)
     if masks:
-        raise NotSeparable(f"{node.name} picks by a mask: how many items there are depends on data")
+        raise NotSeparable(f"{name_of(node)} picks by a mask: how many items there are depends on data")
     before, after = _kept(source, indices)
     sizes = _joint_shape(indices)
     picked: tuple[Label, ...] = tuple(("index", dim) for dim in range(len(sizes)))
@@ -49,7 +49,7 @@ def _fill(node: Node, source: Node, values: Node, masks: dict[int, Node]) -> Axe
     """One value where a mask says so."""
     ((first, mask), *others) = masks.items()
     if others or any(size != 1 for size in shape_of(values)):
-        raise NotSeparable(f"{node.name} puts values in the order of a mask: where each goes depends on data")
+        raise NotSeparable(f"{name_of(node)} puts values in the order of a mask: where each goes depends on data")
     labels: tuple[Label, ...] = tuple(range(len(shape_of(source))))
     masked = labels[first : first + len(shape_of(mask))]
     return Axes(((source, labels), (mask, masked), (values, (None,) * len(shape_of(values)))), labels)

@@ -27,6 +27,7 @@ from .separability import (
     Split,
     argument,
     broadcast,
+    name_of,
     shape_of,
     slice_size,
     tensor_of,
@@ -118,7 +119,7 @@ class ScaledProductRule(AxesRule):
         cut, columns = split.output, shape_of(node)[1]
         if cut is not None and cut.dim == 1 and (cut.outer != 1 or quotient(columns, n * SCALED_COLUMNS) is None):
             raise NotSeparable(
-                f"{node.name} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
+                f"{name_of(node)} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
                 f"{columns} columns do not divide into {n} such slices"
             )
         return split
@@ -141,7 +142,7 @@ def scaled_product(node: Node) -> Axes:
             operands.append((scale, labels))
         else:
             raise NotSeparable(
-                f"{node.name} has block-wise scales ({name} is {list(shape)}): slices may not keep to its tiles"
+                f"{name_of(node)} has block-wise scales ({name} is {list(shape)}): slices may not keep to its tiles"
             )
     if isinstance(bias := argument(node, "bias"), Node):
         operands.append((bias, ("n",)))
@@ -168,7 +169,9 @@ class GroupedProductRule(AxesRule):
         if split.output is not None:
             columns = slice_size(shape_of(node), split.output, n)
             if quotient(product((columns, tensor_of(node).element_size())), GROUPED_BYTES) is None:
-                raise NotSeparable(f"{node.name}: a slice of {columns} columns is no multiple of {GROUPED_BYTES} bytes")
+                raise NotSeparable(
+                    f"{name_of(node)}: a slice of {columns} columns is no multiple of {GROUPED_BYTES} bytes"
+                )
         return split
 
 
@@ -179,7 +182,7 @@ def grouped_product(node: Node) -> Axes:
     """
     tokens, weights, *ends = tensor_operands(node)
     if len(ends) != 1 or (len(shape_of(tokens)), len(shape_of(weights))) != (2, 3):
-        raise NotSeparable(f"{node.name} is no product of one matrix with a group of matrices")
+        raise NotSeparable(f"{name_of(node)} is no product of one matrix with a group of matrices")
     return Axes(((tokens, (None, "k")), (weights, ("e", "k", "n")), (ends[0], ("e",))), (None, "n"))
 
 
@@ -295,7 +298,7 @@ def pick(node: Node) -> Axes:
     operands: list[tuple[Node, tuple[Label, ...]]] = [(source, labels)]
     if len(shape_of(index)) == len(labels) and node.target is aten.gather.default:
         if any(a != b for d, (a, b) in enumerate(zip(shape_of(source), shape_of(index), strict=True)) if d != dim):
-            raise NotSeparable(f"{node.name} has an index that is smaller than the tensor")
+            raise NotSeparable(f"{name_of(node)} has an index that is smaller than the tensor")
         operands.append((index, labels))
     return Axes(tuple(operands), labels, frozenset({dim}))
 
@@ -317,8 +320,8 @@ def cat(node: Node) -> Axes:
     labels = _identity_labels(node)
     dim = argument(node, "dim") % len(labels)
     if any(len(shape_of(o)) != len(labels) for o in operands):
-        raise NotSeparable(f"{node.name} joins tensors of different ranks")
-    padded = [o.name for o in operands if o.target is aten.constant_pad_nd.default]
+        raise NotSeparable(f"{name_of(node)} joins tensors of different ranks")
+    padded = [name_of(o) for o in operands if o.target is aten.constant_pad_nd.default]
     why = f": {padded[0]} is padded, as where shards are uneven. {_EVEN}" if padded else ""
     return Axes(tuple((o, labels) for o in operands), labels, frozenset({dim}), why=why)
 
@@ -328,7 +331,7 @@ def getitem(node: Node) -> Axes:
     source = node.args[0]
     assert isinstance(source, Node)
     if is_shared_item(node):
-        raise NotSeparable(f"{node.name} is the same for every slice of {source.name}")
+        raise NotSeparable(f"{name_of(node)} is the same for every slice of {name_of(source)}")
     labels = _identity_labels(node)
     return Axes(((source, labels),), labels)
 
@@ -525,7 +528,7 @@ def rule_of(node: Node) -> Rule:
     """The row for a node. Raises NotSeparable where there is none."""
     if node.op != "call_function":
         what = "an input" if node.op == "placeholder" else f"a {node.op}"
-        raise NotSeparable(f"{node.name} is {what} of the graph: it is there whole")
+        raise NotSeparable(f"{name_of(node)} is {what} of the graph: it is there whole")
     rule = RULES.get(node.target)
     if rule is not None:
         return rule
@@ -537,4 +540,4 @@ def rule_of(node: Node) -> Rule:
             and not node.target._schema.is_mutable
         ):
             return _POINTWISE_RULE
-    raise NotSeparable(f"no separability rule for {node.target} ({node.name})")
+    raise NotSeparable(f"no separability rule for {node.target} ({name_of(node)})")

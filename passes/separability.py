@@ -106,7 +106,7 @@ def example_shape(node: Node) -> tuple[int, ...]:
     try:
         return tuple(map(hint, tensor_of(node).shape))
     except UnknownSize as error:
-        raise NotSeparable(f"{node.name}: {error}") from error
+        raise NotSeparable(f"{name_of(node)}: {error}") from error
 
 
 def example_size(size: Size, node: Node) -> int:
@@ -233,11 +233,11 @@ class AxesRule:
             if operand in cuts:
                 wanted.add((labels[cuts[operand].dim], cuts[operand].outer))
         if len(wanted) != 1:
-            raise NotSeparable(f"{node.name} would have to be cut along two dims at once")
+            raise NotSeparable(f"{name_of(node)} would have to be cut along two dims at once")
         label, outer = wanted.pop()
         split = axes.split(node, label, outer, n)
         if any(split.inputs.get(operand) != cut for operand, cut in cuts.items()):
-            raise NotSeparable(f"{node.name} would have to be cut along two dims at once")
+            raise NotSeparable(f"{name_of(node)} would have to be cut along two dims at once")
         return split
 
     def from_output(self, node: Node, cut: Cut, n: int) -> Split:
@@ -265,7 +265,7 @@ def reshaped_cut(node: Node, source: Shape, target: Shape, cut: Cut, n: int) -> 
     iff a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
     """
     if 0 in target:
-        raise NotSeparable(f"{node.name} of shape {list(target)} is empty")
+        raise NotSeparable(f"{name_of(node)} of shape {list(target)} is empty")
     block = product((slice_size(source, cut, n), *source[cut.dim + 1 :]))
     pattern = product((n, block))
     for dim in range(len(target)):
@@ -273,5 +273,5 @@ def reshaped_cut(node: Node, source: Shape, target: Shape, cut: Cut, n: int) -> 
         if outer is not None and quotient(block, product(target[dim + 1 :])) is not None:
             return Cut(dim, outer)
     raise NotSeparable(
-        f"{node.name} reshapes {list(source)} to {list(target)}, which puts elements of several slices into one item"
+        f"{name_of(node)} reshapes {list(source)} to {list(target)}, which puts elements of several slices into one item"
     )
