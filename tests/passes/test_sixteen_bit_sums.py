@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fo_compiler.codegen.absent_gpu import CPU, CUDA, move_graph
@@ -160,7 +161,8 @@ def test_a_weight_gradient_alone_is_refused_where_slices_would_round() -> None:
         decide(site, Options(rewrite="always"))
 
 
-def test_inductors_own_matmul_is_not_asked_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductors_own_matmul_is_not_asked_for_float32() -> None:
     assert has_float32_products(CUDA)
-    monkeypatch.setattr("torch._inductor.config.triton.native_matmul", True)
-    assert not has_float32_products(CUDA)
+    with config.patch({"triton.native_matmul": True}):
+        assert not has_float32_products(CUDA)
+    assert has_float32_products(CUDA)
