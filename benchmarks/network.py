@@ -86,6 +86,11 @@ def enter(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
+# TCP as a cluster has it: BBR, a default of virtual machines, probes its link now and then, and stops for it; and a connection
+# that was idle while its rank computed should not have to find out anew how fast the link is.
+TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
+
+
 class Network:
     """Namespaces for `ranks` ranks. Use as a context manager."""
 
@@ -144,6 +149,8 @@ class Network:
             _sh(f"ip -n {name} addr add {address(rank)}/24 dev {INTERFACE}")
             _sh(f"ip -n {name} link set {INTERFACE} up")
             _sh(f"ip -n {name} link set lo up")
+            for setting, value in TCP.items():
+                _sh(f"ip netns exec {name} tee /proc/sys/net/ipv4/{setting}", value)
         self.shape(self.shaping)
 
     def _remove(self) -> None:
@@ -157,8 +164,8 @@ def _limit(namespace: str, interface: str, bits_per_second: float, queue_ms: int
     _sh(f"tc -n {namespace} qdisc replace dev {interface} root {limit}")
 
 
-def _sh(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
+def _sh(command: str, stdin: str = "") -> None:
+    done = subprocess.run(command.split(), input=stdin, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr.strip()}")
 

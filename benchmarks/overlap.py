@@ -78,7 +78,7 @@ class Links:
 
 def measure_links(case: Case, alike: bool) -> tuple[dict[tuple[int, int], LinkFit], dict[Kind, LinkFit], float]:
     """The links and the collectives, at the sizes that the case uses, and how long a step holds up a rank, in us."""
-    calibrator = Calibrator(repeats=3)
+    calibrator = Calibrator(repeats=9)
     sizes = sorted({4096, case.slice_bytes // 8, case.slice_bytes // 2, case.slice_bytes})
     with undisturbed(case.compute == "standin"):
         links = calibrator.links(sizes, [1] if alike else None)
