@@ -1,7 +1,8 @@
-"""Put the measured tables into docs/performance.md: `python -m benchmarks.report`, after `python -m benchmarks`.
+"""Put the measured tables into docs/performance.md and README.md: `python -m benchmarks.report`, after `python -m benchmarks`.
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`, and is made of benchmarks/results/NAME.json; `prediction` is made of
-all that was measured on limited links. A table whose results are not there stays as it is.
+all that was measured on limited links, and `overlap_short` of `overlap_uniform`. A table whose results are not there stays as it
+is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from benchmarks import training
 from benchmarks.outcome import table
 from benchmarks.results import RESULTS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
 Rows = list[dict[str, Any]]
 LISTED = 20  # wrong decisions, the worst first
 
@@ -30,6 +32,30 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def overlap(rows: Rows) -> str:
     lines = dict.fromkeys(row["links"] for row in rows)
     return f"Links: {'; '.join(lines)}. Times in ms.\n\n{table(rows)}"
+
+
+def overlap_short(rows: Rows) -> str:
+    """What the README shows: without the columns that only who measures needs."""
+    head = [
+        "kind",
+        "ranks",
+        "T_comm / T_comp",
+        "Inductor",
+        "hand-sliced",
+        "**ours**",
+        "lower bound",
+        "hidden",
+        "ours / bound",
+    ]
+    return markdown(head, [
+        [
+            row["kind"].replace("_", "-"), str(row["ranks"]), f"{row['ratio']:.1f}",
+            *(f"{row[f'{way}_ms']:.0f}" for way in ("inductor", "sliced")), f"**{row['overlap_ms']:.0f}**",
+            f"{row['bound_ms']:.0f}", f"{row['hidden']:.2f}", f"{row['of_bound']:.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: (-row["ranks"], round(row.get("ratio", 0), 1)))
+        if "failed" not in row
+    ])  # fmt: skip
 
 
 def overhead(data: dict[str, Any]) -> str:
@@ -147,6 +173,8 @@ def fill(text: str, results: Path) -> str:
             made[name] = make(data)
             if make is overlap:
                 measured += data
+            if name == "overlap_uniform":
+                made["overlap_short"] = overlap_short(data)
     made["prediction"] = prediction(measured)
     for name, made_table in made.items():
         if made_table:
@@ -160,7 +188,8 @@ def fill(text: str, results: Path) -> str:
 
 
 def main() -> int:
-    PAGE.write_text(fill(PAGE.read_text(), RESULTS))
+    for page in PAGES:
+        page.write_text(fill(page.read_text(), RESULTS))
     return 0
 
 

@@ -324,9 +324,19 @@ def test_a_table_without_results_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_whole_set_has_a_place_in_the_page_for_each_table() -> None:
-    page = report.PAGE.read_text()
+    page, readme = (page.read_text() for page in report.PAGES)
     for name in {*report.TABLES, "prediction"}:
         assert f"<!-- {name} -->" in page, name
+    assert "<!-- overlap_short -->" in readme
+
+
+def test_the_table_of_the_readme_is_ordered_and_has_no_failed_rows() -> None:
+    times = {f"{way}_ms": 10.0 for way in ("inductor", "sliced", "overlap", "bound")}
+    row = {"kind": "all_gather", "hidden": 0.98, "of_bound": 1.01, **times}
+    rows = [{**row, "ranks": 2, "ratio": 0.5}, {**row, "ranks": 4, "ratio": 1.0}, {**row, "ranks": 4, "ratio": 0.2}]
+    _, _, *lines = report.overlap_short([*rows, {"ranks": 4, "kind": "chain", "failed": "failed"}]).splitlines()
+    assert [line.split(" | ")[1:3] for line in lines] == [["4", "0.2"], ["4", "1.0"], ["2", "0.5"]]
+    assert lines[0].startswith("| all-gather |")
 
 
 def test_a_part_that_fails_is_named_and_the_others_run(
