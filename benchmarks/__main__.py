@@ -1,4 +1,4 @@
-"""The whole set: `python -m benchmarks` (under 25 minutes on two quiet cores), or parts of it: `--part training`.
+"""The whole set: `python -m benchmarks` (some 45 minutes on two quiet cores), or parts of it: `--part training`.
 
 Results go to benchmarks/results/*.json after each case; `python -m benchmarks.report` puts them into docs/performance.md, which
 says what each one is. A part that fails is named at the end, and does not keep the others from running.
@@ -22,13 +22,13 @@ _SWEEP = f"--sweep --rate {RATE} --slice-mb 1 --repeats 7 --budget-s 4"
 # Name -> module and arguments; the file of the results has the same name.
 PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "overlap_example": (overlap.main, "--kind all_gather --ranks 4 --rate 1gbit --slice-mb 2 --slice-ms 25"),
-    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 5"),
-    "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --minutes 1.5"),
-    "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --minutes 1.5"),
-    "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 1.5"),
+    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 8"),
+    "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --minutes 4"),
+    "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --minutes 4"),
+    "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 6"),
     "overlap_matmul": (
         overlap.main,
-        "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 5 --minutes 1",
+        "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 5 --minutes 3",
     ),
     "training": (training.main, "--ranks 2 --ranks 4"),
     "overhead": (overhead.main, "--layers 2 --pass-layers 2 8 32 --minutes 2"),
