@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from fo_compiler.options import Options
 from fo_compiler.passes.decide import Product, decide, families, product_of
 from fo_compiler.passes.regions import plan_region
 from fo_compiler.passes.sites import Site
+from fo_compiler.schedule.machine import Machine
+from fo_compiler.schedule.matmul import MatmulPoint, Measured
+from fo_compiler.schedule.network import Uniform
 from tests.graphs import all_gather, capture, reduce_scatter
 from tests.passes.helpers import only_site, sites
 
@@ -109,3 +114,14 @@ def test_all_ranks_decide_the_same(rank: int) -> None:
 def test_the_cost_of_a_matmul_is_that_of_the_dim_that_is_cut(function, shapes, product: Product) -> None:
     region = plan_region(only_site(function, 2, *shapes), 1)
     assert product_of(region, region.matmuls[0]) == product
+
+
+def test_no_more_than_the_communication_is_predicted_to_be_hidden(tmp_path: Path) -> None:
+    """Measured points that call a slice of 256 rows ten times as fast as an eighth of 2048."""
+    points = (MatmulPoint(2048, 512, 512, "bf16", 8000.0), MatmulPoint(256, 512, 512, "bf16", 100.0))
+    machine = Machine("measured", "a test", Uniform(1.0, 1.0), Measured(points, 10.0))
+    path = tmp_path / "machine.json"
+    machine.save(path)
+    decision = decide(mlp_site(2048, 512, 512), Options(rewrite="always", machine=str(path)))
+    assert decision.choice is not None
+    assert 0 < decision.choice.hidden_fraction <= 1
