@@ -263,6 +263,7 @@ def test_never_leaves_every_collective_with_a_record() -> None:
     assert "exchange" not in launches(code)
 
 
+@pytest.mark.slow
 def test_forward_and_backward_are_recorded_as_such() -> None:
     call = torch.compile(gathered_matmul_autograd, backend="flashoverlap", options=ALWAYS)
     x, w = inputs(requires_grad=True)

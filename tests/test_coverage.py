@@ -27,6 +27,7 @@ def assert_on_page(row: Row) -> None:
         assert str(row) in PAGE, "docs/coverage.md is stale: run `python benchmarks/coverage.py --write docs`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.row != PEERS], ids=str)
 def test_values_and_records(kind: GraphKind) -> None:
     assert_on_page(row_of(kind, prove(kind)))

@@ -73,6 +73,7 @@ class Observer(CustomGraphPass):
         return None
 
 
+@pytest.mark.slow
 def test_plain_inductor_inside_the_block_does_what_the_backend_does() -> None:
     with_backend = torch.compile(gathered_matmul, backend="flashoverlap", options={"rewrite": "always"})
     with fo_compiler.record() as wanted:

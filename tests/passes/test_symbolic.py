@@ -78,7 +78,14 @@ def guards(gm: fx.GraphModule) -> int:
     return len(size.node.shape_env.guards)
 
 
-@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=["batch", "sequence", "both"])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        pytest.param((0,), id="batch", marks=pytest.mark.slow),
+        pytest.param((1,), id="sequence", marks=pytest.mark.slow),
+        pytest.param((0, 1), id="both"),
+    ],
+)
 @pytest.mark.parametrize(
     "function", [gather, scatter, reduced, looked_up, exchanged, weight_gradient], ids=lambda f: f.__name__
 )
