@@ -86,8 +86,8 @@ def enter(name: str) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
-# TCP as a cluster has it. With BBR, the default of some virtual machines, runs of one case differed by up to 150 ms; and a connection
-# that was idle while its rank computed should not have to find out anew how fast the link is.
+# TCP as a cluster has it. With BBR, the default of some virtual machines, runs of one case differed by up to 150 ms. And a
+# connection that was idle while its rank computed should not have to find out anew how fast the link is.
 TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 
 
