@@ -105,8 +105,10 @@ SCALED_COLUMNS = 16  # CUDA's _scaled_mm takes a multiple of so many output colu
 
 
 @dataclass(frozen=True)
-class ScaledProductRule(AxesRule):
-    """_scaled_mm: the axes, and what its operands have to look like beyond them."""
+class CheckedRule(AxesRule):
+    """The axes, and what an op's kernels ask of a slice beyond them: `check` raises NotSeparable."""
+
+    check: Callable[[Node, Split, int], None]
 
     def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
         return self._checked(node, super().from_inputs(node, cuts, n), n)
@@ -114,15 +116,19 @@ class ScaledProductRule(AxesRule):
     def from_output(self, node: Node, cut: Cut, n: int) -> Split:
         return self._checked(node, super().from_output(node, cut, n), n)
 
-    @staticmethod
-    def _checked(node: Node, split: Split, n: int) -> Split:
-        cut, columns = split.output, shape_of(node)[1]
-        if cut is not None and cut.dim == 1 and (cut.outer != 1 or quotient(columns, n * SCALED_COLUMNS) is None):
-            raise NotSeparable(
-                f"{name_of(node)} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
-                f"{columns} columns do not divide into {n} such slices"
-            )
+    def _checked(self, node: Node, split: Split, n: int) -> Split:
+        self.check(node, split, n)
         return split
+
+
+def check_scaled(node: Node, split: Split, n: int) -> None:
+    """_scaled_mm: slices of columns are side by side, and a multiple of what CUDA takes."""
+    cut, columns = split.output, shape_of(node)[1]
+    if cut is not None and cut.dim == 1 and (cut.outer != 1 or quotient(columns, n * SCALED_COLUMNS) is None):
+        raise NotSeparable(
+            f"{name_of(node)} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
+            f"{columns} columns do not divide into {n} such slices"
+        )
 
 
 def scaled_product(node: Node) -> Axes:
@@ -154,25 +160,12 @@ def scaled_product(node: Node) -> Axes:
 GROUPED_BYTES = 16  # _grouped_mm takes operands of which rows start at a multiple of so many bytes
 
 
-@dataclass(frozen=True)
-class GroupedProductRule(AxesRule):
-    """_grouped_mm: the axes, and slices of columns that start where its kernels can read."""
-
-    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
-        return self._checked(node, super().from_inputs(node, cuts, n), n)
-
-    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
-        return self._checked(node, super().from_output(node, cut, n), n)
-
-    @staticmethod
-    def _checked(node: Node, split: Split, n: int) -> Split:
-        if split.output is not None:
-            columns = slice_size(shape_of(node), split.output, n)
-            if quotient(product((columns, tensor_of(node).element_size())), GROUPED_BYTES) is None:
-                raise NotSeparable(
-                    f"{name_of(node)}: a slice of {columns} columns is no multiple of {GROUPED_BYTES} bytes"
-                )
-        return split
+def check_grouped(node: Node, split: Split, n: int) -> None:
+    """_grouped_mm: slices of columns start where its kernels can read."""
+    if split.output is not None:
+        columns = slice_size(shape_of(node), split.output, n)
+        if quotient(product((columns, tensor_of(node).element_size())), GROUPED_BYTES) is None:
+            raise NotSeparable(f"{name_of(node)}: a slice of {columns} columns is no multiple of {GROUPED_BYTES} bytes")
 
 
 def grouped_product(node: Node) -> Axes:
@@ -433,8 +426,8 @@ RESHAPES: tuple[Any, ...] = (aten.view.default, aten.reshape.default, aten._unsa
 RULES: dict[Any, Rule] = {
     **{op: AxesRule(axes) for op, axes in _AXES.items()},
     **dict.fromkeys(RESHAPES, ReshapeRule()),
-    aten._scaled_mm.default: ScaledProductRule(scaled_product),
-    aten._grouped_mm.default: GroupedProductRule(grouped_product),
+    aten._scaled_mm.default: CheckedRule(scaled_product, check_scaled),
+    aten._grouped_mm.default: CheckedRule(grouped_product, check_grouped),
     **dict.fromkeys(attention.RANDOM_STATE, attention.AttentionRule(attention.forward)),
     **dict.fromkeys(attention.BACKWARDS, attention.AttentionRule(attention.backward)),
 }

@@ -49,6 +49,11 @@ def strided(draw: Draw, *shape: int, dtype: torch.dtype, fill: bool = True) -> t
     return view
 
 
+def block_of(draw: Draw) -> tuple[int, ...]:
+    """The rows of a slice: [rows], or [batch, rows]."""
+    return (draw(st.integers(1, 20)),) if draw(st.booleans()) else (draw(st.integers(1, 3)), draw(st.integers(1, 9)))
+
+
 def rounding(dtype: torch.dtype) -> float:
     """Relative: half a unit in the last place; a whole one for bfloat16, which the interpreter cuts off."""
     return torch.finfo(dtype).eps / (1 if dtype == torch.bfloat16 else 2)

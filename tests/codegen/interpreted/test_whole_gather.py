@@ -21,6 +21,7 @@ from .helpers import (
     TILES,
     Pause,
     assert_close_to_exact,
+    block_of,
     examples,
     meanwhile,
     strided,
@@ -36,8 +37,7 @@ def test_slices_that_arrive_late_give_what_the_plain_gather_gives(data: st.DataO
     ranks, m = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     schedule = build(Kind.ALL_GATHER, draw(st.sampled_from(sorted(FAMILIES[Kind.ALL_GATHER]))), ranks, m)
     rank = draw(st.integers(0, ranks - 1))
-    block = (draw(st.integers(1, 20)),) if draw(st.booleans()) else (draw(st.integers(1, 3)), draw(st.integers(1, 9)))
-    depth, cols = draw(SHORT), draw(SHORT)
+    block, depth, cols = block_of(draw), draw(SHORT), draw(SHORT)
     dtype = draw(OPERANDS)
     whole = values(0, ranks * m, *block, depth, dtype=dtype)
     b = strided(draw, depth, cols, dtype=dtype)

@@ -27,6 +27,7 @@ from .helpers import (
     TILES,
     Pause,
     assert_close_to_exact,
+    block_of,
     examples,
     meanwhile,
     strided,
@@ -42,8 +43,7 @@ def test_each_slice_is_its_product_and_what_arrived_and_is_whole_when_its_flag_i
     ranks, m, family = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.sampled_from(["ring", "direct"]))
     schedule = build(Kind.REDUCE_SCATTER, family, ranks, m)
     rank = draw(st.integers(0, ranks - 1))
-    block = (draw(st.integers(1, 20)),) if draw(st.booleans()) else (draw(st.integers(1, 3)), draw(st.integers(1, 9)))
-    depth, cols = draw(SHORT), draw(SHORT)
+    block, depth, cols = block_of(draw), draw(SHORT), draw(SHORT)
     dtype, wire = draw(OPERANDS), draw(FLOATS)
     a, b = strided(draw, ranks * m, *block, depth, dtype=dtype), strided(draw, depth, cols, dtype=dtype)
     order = scatter_order(schedule, rank)
