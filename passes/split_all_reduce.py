@@ -51,9 +51,8 @@ def split_all_reduce(
 
     None, and the graph as it was, where no split has matmuls behind it or none is predicted to be better than `whole`, the
     all-reduce in one region, if it can be one. With rewrite='always' a split into two regions needs no better prediction.
-    `wanted` are matmuls that another
-    collective can be hidden under, with that collective and the time that this saves: to take one away costs as much.
-    `reserved` is as for `decide`.
+    `wanted` are matmuls that another collective can be hidden under, with that collective and the time that this saves: to
+    take one away costs as much. `reserved` is as for `decide`.
     """
     # A part in a million is no difference: one region is simpler than two.
     least_us = -inf if whole is None else whole.saved_us + 1e-6 * abs(whole.saved_us)
