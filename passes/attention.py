@@ -28,12 +28,14 @@ from .separability import (
     Label,
     NotSeparable,
     Shape,
+    Slices,
     Split,
     argument,
+    bounds,
     example_shape,
     name_of,
+    row_size,
     shape_of,
-    slice_size,
     tensor_of,
 )
 from .sizes import Size, as_size, at_least, quotient
@@ -142,14 +144,14 @@ def _asks_for_gradient_of_bias(node: Node) -> bool:
 class AttentionRule(AxesRule):
     """The axes, and what a cut of the query rows asks for beyond them."""
 
-    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
-        return _checked(node, super().from_inputs(node, cuts, n), n)
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], slices: Slices) -> Split:
+        return _checked(node, super().from_inputs(node, cuts, slices), slices)
 
-    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
-        return _checked(node, super().from_output(node, cut, n), n)
+    def from_output(self, node: Node, cut: Cut, slices: Slices) -> Split:
+        return _checked(node, super().from_output(node, cut, slices), slices)
 
 
-def _checked(node: Node, split: Split, n: int) -> Split:
+def _checked(node: Node, split: Split, slices: Slices) -> Split:
     """Raises NotSeparable where the slices along the query rows would not be those of the whole."""
     cut = split.output
     if cut is None or cut.dim != ROWS or node.target in BACKWARDS:
@@ -168,10 +170,10 @@ def _checked(node: Node, split: Split, n: int) -> Split:
                 f"{name_of(node)} is causal, with {rows} rows and {keys} keys: with more rows than keys some see no key"
             )
     if node.target is EFFICIENT and argument(node, "compute_log_sumexp"):
-        size = slice_size((rows,), Cut(0, cut.outer), n)
+        size = row_size((rows,), Cut(0, cut.outer), slices)
         if cut.outer != 1 or quotient(size, EFFICIENT_ROWS) is None:
             raise NotSeparable(
-                f"{name_of(node)} pads its logsumexp to a multiple of {EFFICIENT_ROWS} rows, and a slice has {size}"
+                f"{name_of(node)} pads its logsumexp to a multiple of {EFFICIENT_ROWS} rows, and a slice has a multiple of {size}"
             )
     return split
 
@@ -217,13 +219,19 @@ SLICED_CALLS: dict[Any, Callable[[Node, Size, tuple[Any, ...], dict[str, Any], E
 
 
 def sliced_call(
-    node: Node, cut: Cut | None, slice_: int, n: int, args: tuple[Any, ...], kwargs: dict[str, Any], emit: Emit
+    node: Node,
+    cut: Cut | None,
+    slices: Slices,
+    index: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    emit: Emit,
 ) -> Call:
-    """The arguments for slice `slice_` of `n`, given those that are cut already; `emit` adds a node in front of it."""
+    """The arguments for slice `index`, given those that are cut already; `emit` adds a node in front of it."""
     if node.target not in SLICED_CALLS or cut is None or cut.dim != ROWS or not argument(node, "is_causal"):
         return args, kwargs
-    size = slice_size(shape_of(node), cut, n)
-    return SLICED_CALLS[node.target](node, as_size((slice_ + 1) * size), args, kwargs, emit)
+    _, stop = bounds(shape_of(node), cut, slices, index)
+    return SLICED_CALLS[node.target](node, stop, args, kwargs, emit)
 
 
 def product_sizes(node: Node) -> tuple[int, int, int, int]:

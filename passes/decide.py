@@ -24,11 +24,11 @@ from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
 from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
-from .regions import Region, plan_chain, plan_region
+from .regions import Region, most_slices, plan_chain, plan_region, slices_of
 from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
 from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of
 from .sites import Site
-from .sizes import SizeNodes, UnknownSize, quotient
+from .sizes import SizeNodes, UnknownSize
 
 DEEPEST = 4  # matmuls that a region may have one behind the other: out of attention's two, and beyond
 
@@ -134,15 +134,17 @@ def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision
     region = plan(options.slices_per_rank or 1)
     _check_sizes(region)
     cut = region.site  # with the dim that it is cut along
-    size = shape_of(cut.value)[cut.dim]
     wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
-    numbers = tuple(m for m in wanted if quotient(size, m * cut.ranks) is not None)
+    numbers = tuple(m for m in wanted if m <= most_slices(cut) or slices_of(cut, m).are_equal)
     try:
         choice = _predict(region, options, numbers)
-        if choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
-            region = plan(choice.schedule.slices_per_rank)
-            if region.slices_per_rank != choice.schedule.slices_per_rank:  # some view only takes coarser slices
-                choice = _predict(region, options, (region.slices_per_rank,))
+        while choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
+            chosen = choice.schedule.slices_per_rank
+            region = plan(chosen)
+            if region.slices_per_rank != chosen:  # some view, or kernel, only takes coarser slices, or equal ones
+                equal = (m for m in numbers if m < chosen and slices_of(cut, m).are_equal)
+                numbers = tuple(sorted({region.slices_per_rank, *equal}))
+                choice = _predict(region, options, numbers)
     except MachineError as error:
         schedule = (
             None if options.rewrite == "auto" else build(cut.kind, families(cut, options, region.scatter)[0], cut.ranks)
@@ -159,7 +161,8 @@ def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision
 
 def _check_sizes(region: Region) -> None:
     """Raises NotSeparable where a size that the rewrite needs does not follow from the inputs of the graph."""
-    sizes = {size for node in region.sliced_tensors() for size in shape_of(node)}
+    rows = (size for index in range(region.slices_per_rank) for size in region.slicing.bounds(index, 1))
+    sizes = {region.slicing.rows, *rows, *(size for node in region.sliced_tensors() for size in shape_of(node))}
     try:
         SizeNodes(region.site.collective.graph).check(sizes)
     except UnknownSize as error:

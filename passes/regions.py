@@ -24,16 +24,18 @@ from .separability import (
     SIXTEEN_BIT,
     Cut,
     NotSeparable,
+    Slices,
     Split,
     divides_by_ranks,
+    example_shape,
     example_size,
     name_of,
+    row_size,
     shape_of,
-    slice_size,
     tensor_of,
 )
 from .sites import Site
-from .sizes import quotient
+from .sizes import product, quotient
 
 
 @dataclass
@@ -65,6 +67,11 @@ class Region:
     @property
     def slices(self) -> int:
         return self.site.ranks * self.slices_per_rank
+
+    @property
+    def slicing(self) -> Slices:
+        """How long the slices are."""
+        return slices_of(self.site, self.slices_per_rank)
 
     @property
     def matmuls(self) -> list[Node]:
@@ -143,12 +150,13 @@ def plan_region(
     """
     reasons: list[str] = []
     candidates = (site, *site.alternatives)
-    for candidate, m in [(c, m) for c in candidates for m in _divisors(c, slices_per_rank)]:
+    for candidate, m in [(c, m) for c in candidates for m in _slice_counts(c, slices_per_rank)]:
         region = Region(candidate, m, depth, reserved, wide_sums)
         try:
             (_grow_downstream if region.is_gather else _grow_upstream)(region)
             if region.matmuls:
                 _check_examples(region)
+                _check_reach(region)
                 return region
             reasons = reasons or region.refusals
         except NotSeparable as refusal:
@@ -168,7 +176,7 @@ def plan_chain(gather: Site, scatter: Site, slices_per_rank: int) -> Region:
     if not any(node.target in MATMULS for node in body):
         raise NotSeparable("no matmul between the gathered and the scattered tensor")
     reasons: list[str] = []
-    for m in _divisors(gather, slices_per_rank):
+    for m in _slice_counts(gather, slices_per_rank):
         region = Region(replace(gather, kind=Kind.CHAIN, alternatives=()), m, scatter=scatter, body=body)
         try:
             _grow_downstream(region)
@@ -203,13 +211,29 @@ def _no_matmul(site: Site) -> str:
     return f"no matmul {what}: there is nothing to hide the transfer under"
 
 
-def _divisors(site: Site, at_most: int) -> list[int]:
-    """The numbers of slices a rank to try: the largest that divides the shard evenly first."""
-    size = shape_of(site.value)[site.dim]
+def slices_of(site: Site, slices_per_rank: int) -> Slices:
+    """The slices of a site, of which each rank has so many."""
+    share = quotient(shape_of(site.value)[site.dim], site.ranks)
+    assert share is not None
+    return Slices.of(share, site.ranks, slices_per_rank)
+
+
+def most_slices(site: Site) -> int:
+    """How many slices a rank may have: of a row each, or of two in the first call where their number is symbolic.
+
+    Raises NotSeparable where it depends on data.
+    """
+    share = example_shape(site.value)[site.dim] // site.ranks
+    return share if isinstance(shape_of(site.value)[site.dim], int) else max(1, share // 2)
+
+
+def _slice_counts(site: Site, at_most: int) -> list[int]:
+    """The numbers of slices a rank to try: the largest first, then those that divide the shard evenly."""
     if 0 in shape_of(site.value):
         raise NotSeparable(f"a tensor of shape {list(shape_of(site.value))} is empty: there is nothing to transfer")
     divides_by_ranks(shape_of(site.value), [site.dim], site.ranks)
-    return [m for m in range(at_most, 0, -1) if quotient(size, site.ranks * m) is not None]
+    finest = min(at_most, most_slices(site))
+    return [m for m in range(at_most, 0, -1) if m == finest or slices_of(site, m).are_equal]
 
 
 def _is_taken(node: Node) -> bool:
@@ -218,9 +242,9 @@ def _is_taken(node: Node) -> bool:
 
 def _grow_downstream(region: Region) -> None:
     """Visit what depends on the gathered tensor, in graph order; stop when no more direct reader is left to ask."""
-    site, n = region.site, region.slices
+    site, slices = region.site, region.slicing
     start = Cut(site.dim)
-    slice_size(shape_of(site.value), start, n)
+    row_size(shape_of(site.value), start, slices)
     region.cuts[site.value] = start
     frontier: list[Node] = []
     seen: set[Node] = set()
@@ -274,7 +298,7 @@ def _try_member(region: Region, node: Node, outside: set[Node]) -> Split:
     ]
     if blocking:
         raise NotSeparable(f"{name_of(node)} also reads {blocking[0]}, which needs the whole gathered tensor first")
-    split = rule_of(node).from_inputs(node, cuts, region.slices)
+    split = rule_of(node).from_inputs(node, cuts, region.slicing)
     if split.output is None:
         _check_sum(node, region)
     _check_outside_inputs(split, region)
@@ -297,26 +321,38 @@ def _check_reserved(region: Region, node: Node, behind: int) -> None:
 
 def _check_outside_inputs(split: Split, region: Region) -> None:
     for operand, cut in split.inputs.items():
-        slice_size(shape_of(operand), cut, region.slices)
+        row_size(shape_of(operand), cut, region.slicing)
         if operand not in region.cuts and not isinstance(operand.meta.get("val"), torch.Tensor):
             raise NotSeparable(f"{name_of(operand)} yields several tensors, and they are not cut")
 
 
 def _check_examples(region: Region) -> None:
-    """Raises NotSeparable where a slice has one item in this call, and more in others: torch takes 1 for a constant."""
+    """Raises NotSeparable where a slice has one item in this call, or none, and more in others: torch takes it for a constant."""
     cuts = [region.cuts, *(split.inputs for split in region.splits.values())]
     for node, cut in {(node, cut) for each in cuts for node, cut in each.items()}:
-        size = slice_size(shape_of(node), cut, region.slices)
-        if not isinstance(size, int) and example_size(size, node) == 1:
+        size = product((row_size(shape_of(node), cut, region.slicing), region.slicing.fewest_rows()))
+        example = 2 if isinstance(size, int) else example_size(size, node)
+        if example < 2:
             raise NotSeparable(
-                f"a slice of {name_of(node)} has {size} items, which is 1 in the first call: with a longer one it can be sliced"
+                f"a slice of {name_of(node)} has {size} items, which is {example} in the first call: "
+                "with a longer one it can be sliced"
             )
+
+
+def _check_reach(region: Region) -> None:
+    """Raises NotSeparable where unequal slices leave out a matmul that equal ones reach."""
+    if region.slicing.are_equal:
+        return
+    whole = replace(region, slices_per_rank=1, members=[], splits={}, cuts={}, shared=set(), refusals=[])
+    (_grow_downstream if region.is_gather else _grow_upstream)(whole)
+    if len(whole.matmuls) > len(region.matmuls):
+        raise NotSeparable("; ".join(region.refusals))
 
 
 def _grow_upstream(region: Region) -> None:
     """Visit what the scattered tensor depends on, in reverse graph order, while a cut is left to be carried on."""
-    site, n = region.site, region.slices
-    slice_size(shape_of(site.value), Cut(site.dim), n)
+    site, slices = region.site, region.slicing
+    row_size(shape_of(site.value), Cut(site.dim), slices)
     wanted: dict[Node, Cut] = {site.value: Cut(site.dim)}
     whole: set[Node] = set()  # the region depends on it, and reads it whole or on a path that is not cut
     frontier: list[_Latest] = [_Latest(site.value)]
@@ -336,11 +372,11 @@ def _grow_upstream(region: Region) -> None:
                 if _is_taken(node):
                     raise NotSeparable(f"{name_of(node)} already runs slice by slice in another region")
                 _check_reserved(region, node, passed[node])
-                split = rule_of(node).from_output(node, wanted[node], n)
+                split = rule_of(node).from_output(node, wanted[node], slices)
                 if any(wanted.get(operand, cut) != cut for operand, cut in split.inputs.items()):
                     raise NotSeparable(f"an input of {name_of(node)} would have to be cut along two dims at once")
                 for operand, cut in split.inputs.items():
-                    slice_size(shape_of(operand), cut, n)
+                    row_size(shape_of(operand), cut, slices)
                 region.members.append(node)
                 region.splits[node] = split
                 region.cuts[node] = wanted[node]

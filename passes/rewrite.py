@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -26,10 +26,12 @@ from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, WIDE_PRODUCT,
 from .separability import (
     SIXTEEN_BIT,
     Cut,
+    Slices,
+    bounds,
     dense_order,
     local_shape,
+    row_size,
     shape_of,
-    slice_size,
     strides_that_matter,
     tensor_of,
 )
@@ -87,6 +89,7 @@ class _Writer:
         self.sizes = SizeNodes(graph)
         self.region = region
         self.site = region.site
+        self.slices = region.slicing
         self.summed = region.scatter or region.site  # where sums travel: the collective that makes them
         self.schedule = schedule
         self.tag = tag
@@ -143,17 +146,16 @@ class _Writer:
         for slice_ in self.schedule.owned_by(site.rank):
             piece, part = site.shard, slice_ % m
             if site.kind.is_all_to_all:
-                piece = self._part(piece, site.peer_dim, self.schedule.destination(slice_), site.ranks, slice_)
-            self.held[slice_] = self._part(piece, site.dim, part, m, slice_)
+                peer = self.schedule.destination(slice_)
+                piece = self._part(piece, site.peer_dim, Slices(site.ranks), peer, slice_)
+            self.held[slice_] = self._part(piece, site.dim, replace(self.slices, ranks=1), part, slice_)
 
-    def _part(self, node: Node, dim: int, index: int, count: int, slice_: int) -> Node:
-        """The part `index` of `count` equal parts of a tensor."""
-        if count == 1:
+    def _part(self, node: Node, dim: int, parts: Slices, index: int, slice_: int) -> Node:
+        """One of the `parts` of a tensor."""
+        if parts.count == 1:
             return node
-        size = quotient(shape_of(node)[dim], count)
-        assert size is not None
-        bounds = (index * size, (index + 1) * size)
-        return self._emit("own", aten.slice.Tensor, (node, dim, *bounds), slice_)
+        where = bounds(shape_of(node), Cut(dim), parts, index)
+        return self._emit("own", aten.slice.Tensor, (node, dim, *where), slice_)
 
     def _index(self, slice_: int) -> int:
         """Which of the slices of the region's tensors a slice of the schedule is."""
@@ -199,13 +201,13 @@ class _Writer:
         target: Any = aten.reshape.default if node.target in RESHAPES else node.target
         if node.target in SHAPE_ARGUMENT:
             assert split.output is not None
-            shape = local_shape(shape_of(node), split.output, self.region.slices)
+            shape = local_shape(shape_of(node), split.output, self.slices, slice_)
             args = (args[0], shape, *args[2:])
 
         def emit(name: str, helper: Any, helper_args: tuple[Any, ...], helper_kwargs: dict[str, Any]) -> Node:
             return self._emit(f"{node.name}_{name}", helper, helper_args, slice_, kwargs=helper_kwargs, of=node)
 
-        args, kwargs = sliced_call(node, split.output, slice_, self.region.slices, args, kwargs, emit)
+        args, kwargs = sliced_call(node, split.output, self.slices, slice_, args, kwargs, emit)
         pinned = node.target in MATMULS
         if split.output is None and tensor_of(node).dtype in SIXTEEN_BIT:
             target, args = WIDE_PRODUCT[node.target], (*args, torch.float32)
@@ -222,17 +224,16 @@ class _Writer:
         """A slice of a tensor from outside the region, cut once for all members that read it; `reader` is the first."""
         key = (source, cut, slice_)
         if key not in self.outside:
-            shape, n = shape_of(source), self.region.slices
-            size = slice_size(shape, cut, n)
+            shape = shape_of(source)
             where, dim = source, cut.dim
             if cut.outer != 1:
-                rows = [*shape[:dim], cut.outer, n * size, *shape[dim + 1 :]]
+                rows = [*shape[:dim], cut.outer, quotient(shape[dim], cut.outer), *shape[dim + 1 :]]
                 where = self._emit(f"{source.name}_rows", aten.reshape.default, (source, rows), slice_, of=reader)
                 dim += 1
-            bounds = (slice_ * size, (slice_ + 1) * size)
-            piece = self._emit(f"{source.name}_slice", aten.slice.Tensor, (where, dim, *bounds), slice_, of=reader)
+            start_stop = bounds(shape, cut, self.slices, slice_)
+            piece = self._emit(f"{source.name}_slice", aten.slice.Tensor, (where, dim, *start_stop), slice_, of=reader)
             if cut.outer != 1:
-                flat = local_shape(shape, cut, n)
+                flat = local_shape(shape, cut, self.slices, slice_)
                 piece = self._emit(f"{source.name}_slice", aten.reshape.default, (piece, flat), slice_, of=reader)
             self.outside[key] = piece
         return self.outside[key]
@@ -247,6 +248,10 @@ class _Writer:
             sent = self._as_dtype(held[post.send.slice], tensor_of(site.value).dtype, slice_)
         else:
             sent = self._slice_like(site, held, slice_)  # nothing is sent: it only says what is received looks like
+        kwargs: dict[str, Any] = {}
+        if post.send is not None and post.recv is not None:
+            outgoing, incoming = (self._travelling_shape(site, each.slice) for each in (post.send, post.recv))
+            kwargs = {} if outgoing == incoming else {"shape": incoming}
         dst = post.send.peer if post.send else -1
         src = post.recv.peer if post.recv else -1
         label = (
@@ -258,19 +263,23 @@ class _Writer:
             ops.exchange,
             (sent, dst, src, self.site.group_name, label),
             slice_,
+            kwargs=kwargs,
             stream=Stream.COMM,
             step=post.step,
             pinned=True,
         )
         self.transfers[post.step] = (buffer, sent, post)
 
+    def _travelling_shape(self, site: Site, slice_: int) -> list[Size]:
+        return local_shape(shape_of(site.value), Cut(site.dim), self.slices, self._index(slice_))
+
     def _slice_like(self, site: Site, held: dict[int, Node], slice_: int) -> Node:
         """A tensor like a slice as it travels: one at hand, or an empty one before the first is computed."""
         value = tensor_of(site.value)
-        for node in held.values():
-            if tensor_of(node).dtype == value.dtype:
+        shape = self._travelling_shape(site, slice_)
+        for other, node in held.items():
+            if tensor_of(node).dtype == value.dtype and self._travelling_shape(site, other) == shape:
                 return node
-        shape = local_shape(shape_of(site.value), Cut(site.dim), self.region.slices)
         members = {*self.region.members}
         source = next(o for node in self.region.members for o in tensor_operands(node) if o not in members)
         kwargs = {"dtype": value.dtype, "device": value.device}
@@ -336,12 +345,14 @@ class _Writer:
         With `outer` repetitions the joined buffer keeps the slices one behind the other, so that a matmul can still
         write its slice in place, and a view puts the rows in order: free for the pointwise op that reads it.
         """
-        cut, n = self.region.cuts[node], self.region.slices
+        cut, n = self.region.cuts[node], self.slices.count
         pieces = [self.pieces[node][slice_] for slice_ in range(n)]
+        if cut.outer != 1 and not self.slices.are_equal:
+            return self._with_strides_of(node, self._join_unequal(node, cut, pieces))
         joined = self._emit(f"join_{node.name}", aten.cat.default, (pieces, cut.dim), None, of=node)
         if cut.outer != 1:
             shape, dim = shape_of(node), cut.dim
-            size = slice_size(shape, cut, n)
+            size = row_size(shape, cut, self.slices)
             rows = [*shape[:dim], n, cut.outer, size, *shape[dim + 1 :]]
             order = list(range(len(rows)))
             order[dim], order[dim + 1] = dim + 1, dim
@@ -353,13 +364,21 @@ class _Writer:
                 joined = self._emit(f"join_{node.name}", target, (joined, argument), None, of=node)
         return self._with_strides_of(node, joined)
 
+    def _join_unequal(self, node: Node, cut: Cut, pieces: list[Node]) -> Node:
+        """The same from slices of unequal sizes, between whose rows no view finds the next slice: they are copied."""
+        name, shape, dim = f"join_{node.name}", shape_of(node), cut.dim
+        parts = []
+        for index, piece in enumerate(pieces):
+            start, stop = bounds(shape, cut, self.slices, index)
+            rows = [*shape[:dim], cut.outer, stop - start, *shape[dim + 1 :]]
+            parts.append(self._emit(name, aten.reshape.default, (piece, rows), None, of=node))
+        joined = self._emit(name, aten.cat.default, (parts, dim + 1), None, of=node)
+        return self._emit(name, aten.reshape.default, (joined, list(shape)), None, of=node)
+
     def _block(self, node: Node, rank: int, results: dict[Node, Node]) -> Node:
         """The block of one rank, out of the joined tensor."""
         site = self.site
-        size = quotient(shape_of(site.value)[site.dim], site.ranks)
-        assert size is not None
-        bounds = (rank * size, (rank + 1) * size)
-        args = (results[site.value], site.dim, *bounds)
+        args = (results[site.value], site.dim, *bounds(shape_of(site.value), Cut(site.dim), Slices(site.ranks), rank))
         block = self._emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
         return self._with_strides_of(node, block)
 

@@ -24,12 +24,13 @@ from .separability import (
     NotSeparable,
     ReshapeRule,
     Rule,
+    Slices,
     Split,
     argument,
     broadcast,
     name_of,
+    row_size,
     shape_of,
-    slice_size,
     tensor_of,
 )
 from .sizes import Size, as_size, product, quotient
@@ -108,26 +109,28 @@ SCALED_COLUMNS = 16  # CUDA's _scaled_mm takes a multiple of so many output colu
 class CheckedRule(AxesRule):
     """The axes, and what an op's kernels ask of a slice beyond them: `check` raises NotSeparable."""
 
-    check: Callable[[Node, Split, int], None]
+    check: Callable[[Node, Split, Slices], None]
 
-    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
-        return self._checked(node, super().from_inputs(node, cuts, n), n)
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], slices: Slices) -> Split:
+        return self._checked(node, super().from_inputs(node, cuts, slices), slices)
 
-    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
-        return self._checked(node, super().from_output(node, cut, n), n)
+    def from_output(self, node: Node, cut: Cut, slices: Slices) -> Split:
+        return self._checked(node, super().from_output(node, cut, slices), slices)
 
-    def _checked(self, node: Node, split: Split, n: int) -> Split:
-        self.check(node, split, n)
+    def _checked(self, node: Node, split: Split, slices: Slices) -> Split:
+        self.check(node, split, slices)
         return split
 
 
-def check_scaled(node: Node, split: Split, n: int) -> None:
+def check_scaled(node: Node, split: Split, slices: Slices) -> None:
     """_scaled_mm: slices of columns are side by side, and a multiple of what CUDA takes."""
     cut, columns = split.output, shape_of(node)[1]
-    if cut is not None and cut.dim == 1 and (cut.outer != 1 or quotient(columns, n * SCALED_COLUMNS) is None):
+    if cut is None or cut.dim != 1:
+        return
+    if cut.outer != 1 or quotient(row_size(shape_of(node), cut, slices), SCALED_COLUMNS) is None:
         raise NotSeparable(
             f"{name_of(node)} takes a multiple of {SCALED_COLUMNS} columns, side by side in memory: "
-            f"{columns} columns do not divide into {n} such slices"
+            f"{columns} columns do not divide into {slices.count} such slices"
         )
 
 
@@ -160,12 +163,14 @@ def scaled_product(node: Node) -> Axes:
 GROUPED_BYTES = 16  # _grouped_mm takes operands of which rows start at a multiple of so many bytes
 
 
-def check_grouped(node: Node, split: Split, n: int) -> None:
+def check_grouped(node: Node, split: Split, slices: Slices) -> None:
     """_grouped_mm: slices of columns start where its kernels can read."""
     if split.output is not None:
-        columns = slice_size(shape_of(node), split.output, n)
+        columns = row_size(shape_of(node), split.output, slices)
         if quotient(product((columns, tensor_of(node).element_size())), GROUPED_BYTES) is None:
-            raise NotSeparable(f"{name_of(node)}: a slice of {columns} columns is no multiple of {GROUPED_BYTES} bytes")
+            raise NotSeparable(
+                f"{name_of(node)}: slices in steps of {columns} columns start at no multiple of {GROUPED_BYTES} bytes"
+            )
 
 
 def grouped_product(node: Node) -> Axes:

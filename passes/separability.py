@@ -1,8 +1,8 @@
 """Along which tensor dim can a node be computed slice by slice? The question, and the algebra that answers it.
 
-A tensor is *cut* along one dim into `n` equal slices (`Cut`). A rule says for one node how a cut travels: from its
-inputs to its output, or from its output back to its inputs. `passes/rules.py` has a row for each op; nearly
-every row names the axes of its operands as an einsum does (`Axes`), and the rest of the answer follows from that:
+A tensor is *cut* along one dim (`Cut`) into the slices of all ranks (`Slices`). A rule says for one node how a cut
+travels: from its inputs to its output, or from its output back to its inputs. `passes/rules.py` has a row for each op;
+nearly every row names the axes of its operands as an einsum does (`Axes`), and the rest of the answer follows from that:
 cut along an axis of the output, and every operand that has this axis must be cut along it; cut along an axis that the
 output does not have, and the output is a sum over the slices.
 """
@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.fx import Node
 
-from .sizes import Size, UnknownSize, as_size, hint, product, quotient, stride_size
+from .sizes import Size, UnknownSize, as_size, floor_quotient, hint, product, quotient, stride_size
 
 Shape: TypeAlias = tuple[Size, ...]
 
@@ -28,11 +28,49 @@ class NotSeparable(Exception):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor cut in `n` equal slices along `dim`.
+class Slices:
+    """How many slices there are, and how long they are: each rank's share has `rows`, cut in `per_rank` slices of whole rows.
 
-    The dim is read as `[outer, n, size / (outer * n)]`, and slice j is index j of the middle axis: `outer` is 1 for a
-    plain cut, and the batch size where a cut sequence dim was flattened together with the batch dim before it.
+    Slice j is part `p = j % per_rank` of the share of rank `j // per_rank`: its rows from `rows * p // per_rank` up to
+    `rows * (p + 1) // per_rank`. So they differ by one row at most, and a symbolic number of rows is cut without a guard.
+    What a row is differs from tensor to tensor of a region. Where slices are equal, a slice is a row.
+    """
+
+    ranks: int
+    per_rank: int = 1
+    rows: Size = 1
+
+    @classmethod
+    def of(cls, share: Size, ranks: int, per_rank: int) -> Slices:
+        """Equal ones where `per_rank` divides the share of a rank."""
+        return cls(ranks, per_rank, share if quotient(share, per_rank) is None else per_rank)
+
+    @property
+    def count(self) -> int:
+        return self.ranks * self.per_rank
+
+    @property
+    def are_equal(self) -> bool:
+        return self.rows == self.per_rank
+
+    def bounds(self, index: int, row: Size) -> tuple[Size, Size]:
+        """Where a slice starts and ends, along a dim in which a row has size `row`."""
+        rank, part = divmod(index, self.per_rank)
+        low, high = (floor_quotient(product((self.rows, p)), self.per_rank) for p in (part, part + 1))
+        before = product((self.rows, rank))
+        return product((row, before + low)), product((row, before + high))
+
+    def fewest_rows(self) -> Size:
+        """Rows of the shortest slice."""
+        return floor_quotient(self.rows, self.per_rank)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor cut along `dim` into slices.
+
+    The dim is read as `[outer, size / outer]`, and the last axis is cut: `outer` is 1 for a plain cut, and the batch size
+    where a cut sequence dim was flattened together with the batch dim before it.
     """
 
     dim: int
@@ -53,10 +91,10 @@ class Split:
 class Rule(Protocol):
     """How a cut travels through one node. Both directions raise NotSeparable with a reason."""
 
-    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], slices: Slices) -> Split:
         """Some inputs are cut; the answer says how all inputs and the output are."""
 
-    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+    def from_output(self, node: Node, cut: Cut, slices: Slices) -> Split:
         """The output is to be cut; the answer says how the inputs have to be."""
 
 
@@ -150,21 +188,28 @@ def divides_by_ranks(shape: Shape, dims: Sequence[int], ranks: int) -> list[int]
     )
 
 
-def slice_size(shape: Shape, cut: Cut, n: int) -> Size:
-    """Size of one slice along the cut dim, counting one of the `outer` repetitions. Raises NotSeparable if uneven."""
+def row_size(shape: Shape, cut: Cut, slices: Slices) -> Size:
+    """Size of a row along the cut dim: a slice starts and ends at a multiple. Raises NotSeparable where there is none."""
     size = shape[cut.dim]
-    slice_ = quotient(size, product((cut.outer, n)))
+    row = quotient(size, product((cut.outer, slices.ranks, slices.rows)))
     if size == 0:
         raise NotSeparable(f"dim {cut.dim} of {list(shape)} is empty: there is nothing to slice")
-    if slice_ is None:
+    if row is None:
         does_not = "does not divide" if isinstance(size, int) else "does not divide, for each of its values,"
-        raise NotSeparable(f"size {size} of dim {cut.dim} {does_not} into {n} equal slices")
-    return slice_
+        what = f"{slices.count} equal slices" if slices.are_equal else f"{slices.ranks} times {slices.rows} rows"
+        raise NotSeparable(f"size {size} of dim {cut.dim} {does_not} into {what}")
+    return row
 
 
-def local_shape(shape: Shape, cut: Cut, n: int) -> list[Size]:
+def bounds(shape: Shape, cut: Cut, slices: Slices, index: int) -> tuple[Size, Size]:
+    """Where a slice starts and ends along the cut dim, in each of the `outer` repetitions."""
+    return slices.bounds(index, row_size(shape, cut, slices))
+
+
+def local_shape(shape: Shape, cut: Cut, slices: Slices, index: int) -> list[Size]:
     """The shape of one slice of a tensor of `shape`."""
-    size = product((slice_size(shape, cut, n), cut.outer))
+    start, stop = bounds(shape, cut, slices, index)
+    size = product((stop - start, cut.outer))
     return [size if dim == cut.dim else other for dim, other in enumerate(shape)]
 
 
@@ -197,7 +242,7 @@ class Axes:
     sums: bool = False
     why: str = ""
 
-    def split(self, node: Node, label: Label, outer: Size, n: int) -> Split:
+    def split(self, node: Node, label: Label, outer: Size, slices: Slices) -> Split:
         """Cut along one axis."""
         if label is None or label in self.blocked:
             raise NotSeparable(f"{name_of(node)} ({node.target}) needs this dim whole{self.why}")
@@ -210,7 +255,7 @@ class Axes:
             cut = Cut(labels.index(label), outer)
             if inputs.setdefault(operand, cut) != cut or labels.count(label) > 1:
                 raise NotSeparable(f"{name_of(node)} uses {name_of(operand)} along two dims at once")
-            slice_size(shape_of(operand), cut, n)
+            row_size(shape_of(operand), cut, slices)
         if any(operand in inputs and label not in labels for operand, labels in self.operands):
             raise NotSeparable(f"{name_of(node)} uses the same tensor both cut and whole")
         if label in self.output:
@@ -226,7 +271,7 @@ class AxesRule:
 
     axes: Callable[[Node], Axes]
 
-    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], slices: Slices) -> Split:
         axes = self.axes(node)
         wanted: set[tuple[Label, Size]] = set()
         for operand, labels in axes.operands:
@@ -235,42 +280,42 @@ class AxesRule:
         if len(wanted) != 1:
             raise NotSeparable(f"{name_of(node)} would have to be cut along two dims at once")
         label, outer = wanted.pop()
-        split = axes.split(node, label, outer, n)
+        split = axes.split(node, label, outer, slices)
         if any(split.inputs.get(operand) != cut for operand, cut in cuts.items()):
             raise NotSeparable(f"{name_of(node)} would have to be cut along two dims at once")
         return split
 
-    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+    def from_output(self, node: Node, cut: Cut, slices: Slices) -> Split:
         axes = self.axes(node)
-        return axes.split(node, axes.output[cut.dim], cut.outer, n)
+        return axes.split(node, axes.output[cut.dim], cut.outer, slices)
 
 
 class ReshapeRule:
     """View, reshape, flatten: a slice stays a slice if no dim boundary of the other shape falls inside it."""
 
-    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], n: int) -> Split:
+    def from_inputs(self, node: Node, cuts: Mapping[Node, Cut], slices: Slices) -> Split:
         ((source, cut),) = cuts.items()
-        return Split({source: cut}, reshaped_cut(node, shape_of(source), shape_of(node), cut, n))
+        return Split({source: cut}, reshaped_cut(node, shape_of(source), shape_of(node), cut, slices))
 
-    def from_output(self, node: Node, cut: Cut, n: int) -> Split:
+    def from_output(self, node: Node, cut: Cut, slices: Slices) -> Split:
         source = node.args[0]
         assert isinstance(source, Node)
-        return Split({source: reshaped_cut(node, shape_of(node), shape_of(source), cut, n)}, cut)
+        return Split({source: reshaped_cut(node, shape_of(node), shape_of(source), cut, slices)}, cut)
 
 
-def reshaped_cut(node: Node, source: Shape, target: Shape, cut: Cut, n: int) -> Cut:
+def reshaped_cut(node: Node, source: Shape, target: Shape, cut: Cut, slices: Slices) -> Cut:
     """Where a cut of shape `source` lies in shape `target` with the same elements in the same order.
 
-    In flat order a cut repeats a pattern: n blocks of `block` elements, one for each slice. It is a cut of target dim d
-    iff a block is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
+    In flat order a cut repeats a pattern: the rows of all ranks, of `row` elements each. It is a cut of target dim d iff a
+    row is a whole number of that dim's items and the dim is a whole number of patterns. At most one dim is.
     """
     if 0 in target:
         raise NotSeparable(f"{name_of(node)} of shape {list(target)} is empty")
-    block = product((slice_size(source, cut, n), *source[cut.dim + 1 :]))
-    pattern = product((n, block))
+    row = product((row_size(source, cut, slices), *source[cut.dim + 1 :]))
+    pattern = product((slices.ranks, slices.rows, row))
     for dim in range(len(target)):
         outer = quotient(product(target[dim:]), pattern)
-        if outer is not None and quotient(block, product(target[dim + 1 :])) is not None:
+        if outer is not None and quotient(row, product(target[dim + 1 :])) is not None:
             return Cut(dim, outer)
     raise NotSeparable(
         f"{name_of(node)} reshapes {list(source)} to {list(target)}, which puts elements of several slices into one item"

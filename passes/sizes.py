@@ -88,6 +88,11 @@ def quotient(size: Size, divisor: Size) -> Size | None:
     return ratio if isinstance(ratio, int) or ratio.is_integer else None
 
 
+def floor_quotient(size: Size, divisor: int) -> Size:
+    """`size // divisor`, for sizes of which nothing is known, too."""
+    return size // divisor if isinstance(size, int) else _canonical(floor_division(size, divisor))
+
+
 def at_least(size: Size, other: Size) -> bool:
     """Whether `size >= other` for all values of the symbols."""
     difference = as_size(size - other)

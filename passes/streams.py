@@ -57,7 +57,7 @@ def assign_streams(graph: Graph, compute_streams: int = 1, transports: Mapping[s
     events = count(1)
     for exchange in graph.find_nodes(op="call_function", target=ops.exchange):
         event = next(events)
-        exchange.kwargs = {"stream": COMM, "after": [CALLER], "event": event}
+        exchange.kwargs = {**exchange.kwargs, "stream": COMM, "after": [CALLER], "event": event}
         transport = (transports or {}).get(exchange.meta["fo"].region, "c10d")
         if transport != "c10d":
             exchange.kwargs = {**exchange.kwargs, "transport": transport}

@@ -1,6 +1,7 @@
 """The ops that a rewritten graph calls.
 
     recv = fo_compiler::exchange(send, dst, src, group, label)   post a send and a receive together; returns at once
+                                 [, shape=...]                   what is received is like what is sent, but for this shape
     data = fo_compiler::wait(recv, send)                         wait for both; `data` is `recv`, now filled
     done = fo_compiler::announce(tensor, records)                the first time: publish the records, compare ranks
 
@@ -35,7 +36,7 @@ _LIBRARY = torch.library.Library("fo_compiler", "DEF")
 # A transfer is ordered by the graph, and takes any strides: what is sent is made contiguous below.
 _LIBRARY.define(
     "exchange(Tensor send, int dst, int src, str group_name, str label, *, "
-    "int stream=0, int[] after=[], int event=-1, str transport='c10d') -> Tensor",
+    "SymInt[]? shape=None, int stream=0, int[] after=[], int event=-1, str transport='c10d') -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent, *, int[] after=[]) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
@@ -74,14 +75,16 @@ def _exchange(
     group_name: str,
     label: str,
     *,
+    shape: Sequence[int] | None = None,
     stream: int = streams.CALLER,
     after: Sequence[int] = (),
     event: int = streams.NO_EVENT,
     transport: str = "c10d",
 ) -> Tensor:
-    recv = torch.empty_like(send, memory_format=torch.contiguous_format)
+    shape = send.shape if shape is None else shape
+    recv = torch.empty(shape, dtype=send.dtype, device=send.device)
     if not recv.numel():  # never without memory, so that the address of an empty buffer is its own, too
-        recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(send.shape)
+        recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(shape)
     sent = send if send.is_contiguous() else send.contiguous()
     outgoing, incoming = (sent, dst) if dst >= 0 else None, (recv, src) if src >= 0 else None
     way = current_transport(transport)
@@ -131,8 +134,8 @@ def _address(recv: Tensor) -> int:
     return recv.untyped_storage().data_ptr()
 
 
-def _exchange_fake(send: Tensor, *_: object, **__: object) -> Tensor:
-    return torch.empty(send.shape, dtype=send.dtype, device=send.device)
+def _exchange_fake(send: Tensor, *_: object, shape: Sequence[int] | None = None, **__: object) -> Tensor:
+    return torch.empty(send.shape if shape is None else shape, dtype=send.dtype, device=send.device)
 
 
 def _announce(anchor: Tensor, records: str) -> Tensor:

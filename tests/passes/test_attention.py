@@ -17,7 +17,7 @@ from fo_compiler.passes.attention import BACKWARDS, CUDNN, EFFICIENT, FLASH, FLA
 from fo_compiler.passes.decide import decide
 from fo_compiler.passes.regions import plan_region
 from fo_compiler.passes.rules import ATTENTIONS, rule_of
-from fo_compiler.passes.separability import Cut, NotSeparable
+from fo_compiler.passes.separability import Cut, NotSeparable, Slices
 from fo_compiler.passes.sites import Site, is_collective, site_of
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.testing import assert_equivalent
@@ -210,9 +210,11 @@ def test_a_padded_logsumexp_is_cut_in_whole_pads_only() -> None:
     q, k = p.input(1, 2, 128, 8), p.input(1, 2, 128, 8)
     results = p.call(EFFICIENT, q, k, k, None, True)
     p.finish([p.call(operator.getitem, results, 0), p.call(operator.getitem, results, 1)])
-    assert rule_of(results).from_output(results, Cut(2), 4).output == Cut(2)
-    with pytest.raises(NotSeparable, match="pads its logsumexp to a multiple of 32 rows, and a slice has 16"):
-        rule_of(results).from_output(results, Cut(2), 8)
+    assert rule_of(results).from_output(results, Cut(2), Slices(4)).output == Cut(2)
+    with pytest.raises(
+        NotSeparable, match="pads its logsumexp to a multiple of 32 rows, and a slice has a multiple of 16"
+    ):
+        rule_of(results).from_output(results, Cut(2), Slices(8))
 
 
 def test_dropout_is_random_and_is_not_cut() -> None:
@@ -221,7 +223,7 @@ def test_dropout_is_random_and_is_not_cut() -> None:
     results = p.call(FLASH, q, q, q, 0.5)
     p.finish([p.call(operator.getitem, results, 0)])
     with pytest.raises(NotSeparable, match="drops at random"):
-        rule_of(results).from_output(results, Cut(0), 2)
+        rule_of(results).from_output(results, Cut(0), Slices(2))
 
 
 @pytest.mark.parametrize("op", sorted(BACKWARDS, key=str), ids=str)
@@ -237,11 +239,11 @@ def test_gradients_of_attention_are_separable_along_batch_and_heads(op: Any) -> 
     results = p.call(op, *(arguments[formal.name] for formal in op._schema.arguments if formal.name in arguments))
     p.finish([p.call(operator.getitem, results, 0)])
     for dim in (0, 1):
-        split = rule_of(results).from_output(results, Cut(dim), 2)
+        split = rule_of(results).from_output(results, Cut(dim), Slices(2))
         assert split.output == Cut(dim)
         assert split.inputs == dict.fromkeys((grad, q, k, v, out, lse), Cut(dim))
     with pytest.raises(NotSeparable, match="needs this dim whole"):
-        rule_of(results).from_output(results, Cut(2), 2)
+        rule_of(results).from_output(results, Cut(2), Slices(2))
 
 
 # --- how deep -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from fo_compiler.options import Options
 from fo_compiler.passes.decide import first_factor, product_of
 from fo_compiler.passes.regions import plan_region
 from fo_compiler.passes.rules import rule_of
-from fo_compiler.passes.separability import Cut, NotSeparable
+from fo_compiler.passes.separability import Cut, NotSeparable, Slices
 from fo_compiler.passes.sites import Site, is_collective, site_of
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.testing import assert_equivalent
@@ -53,13 +53,13 @@ def test_gathered_rows_are_multiplied_with_their_own_scales() -> None:
 def test_scales_of_rows_and_columns_are_cut_with_them() -> None:
     node = scaled((8, 1), (1, 64))
     a, b, scale_a, scale_b = node.args[:4]
-    assert rule_of(node).from_output(node, Cut(0), 2).inputs == {a: Cut(0), scale_a: Cut(0)}
-    assert rule_of(node).from_output(node, Cut(1), 2).inputs == {b: Cut(1), scale_b: Cut(1)}
+    assert rule_of(node).from_output(node, Cut(0), Slices(2)).inputs == {a: Cut(0), scale_a: Cut(0)}
+    assert rule_of(node).from_output(node, Cut(1), Slices(2)).inputs == {b: Cut(1), scale_b: Cut(1)}
 
 
 def test_one_scale_serves_every_slice() -> None:
     node = scaled((), (1, 1))
-    assert rule_of(node).from_output(node, Cut(0, 2), 2).inputs == {node.args[0]: Cut(0, 2)}
+    assert rule_of(node).from_output(node, Cut(0, 2), Slices(2)).inputs == {node.args[0]: Cut(0, 2)}
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_one_scale_serves_every_slice() -> None:
 def test_what_slices_cannot_keep_to_says_why(scales, cut: Cut, n: int, reason: str) -> None:
     node = scaled(*scales)
     with pytest.raises(NotSeparable, match=reason):
-        rule_of(node).from_output(node, cut, n)
+        rule_of(node).from_output(node, cut, Slices(n))
 
 
 def test_a_contracted_dim_is_not_cut() -> None:
     node = scaled((), ())
     with pytest.raises(NotSeparable, match="reduces over this dim"):
-        rule_of(node).from_inputs(node, {node.args[0]: Cut(1)}, 2)
+        rule_of(node).from_inputs(node, {node.args[0]: Cut(1)}, Slices(2))
 
 
 def test_the_cost_is_that_of_an_eight_bit_matmul() -> None:

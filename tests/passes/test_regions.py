@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fo_compiler.passes.regions import Region, plan_region
-from fo_compiler.passes.separability import NotSeparable
+from fo_compiler.passes.separability import Cut, NotSeparable, local_shape
 from tests.graphs import all_gather, reduce_scatter
 from tests.passes.helpers import only_site
 
@@ -119,9 +119,34 @@ def test_a_producer_that_also_leads_to_the_collective_on_an_uncut_path_is_outsid
     assert "mm is also read on a path to the collective that is not cut" in " ".join(region.refusals)
 
 
-def test_a_shard_that_does_not_divide_into_m_slices_is_cut_into_fewer() -> None:
+def test_a_shard_that_does_not_divide_into_m_slices_is_cut_into_slices_that_differ_by_a_row() -> None:
     region = region_of(lambda x, w: all_gather(x, 0, 2) @ w, (6, 4), (4, 3), m=4)
-    assert region.slices_per_rank == 3
+    assert region.slices_per_rank == 4
+    shapes = [local_shape((12, 4), Cut(0), region.slicing, index) for index in range(region.slices)]
+    assert [rows for rows, _ in shapes] == [1, 2, 1, 2] * 2
+
+
+def test_a_slice_has_a_row_at_least() -> None:
+    assert region_of(lambda x, w: all_gather(x, 0, 2) @ w, (3, 4), (4, 3), m=8).slices_per_rank == 3
+
+
+def test_where_unequal_slices_do_not_lead_to_a_matmul_equal_ones_are_taken() -> None:
+    """Half a group of 4 rows would be one item of the reshaped tensor."""
+
+    def grouped(x: Tensor, w: Tensor) -> Tensor:
+        return all_gather(x, 0, 2).reshape(-1, 16) @ w
+
+    assert region_of(grouped, (24, 4), (16, 3), m=5).slices_per_rank == 3
+
+
+def test_unequal_slices_are_not_taken_where_equal_ones_reach_more_matmuls() -> None:
+    def grouped(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        whole = all_gather(x, 0, 2)
+        return whole @ v, whole.reshape(-1, 16) @ w
+
+    region = region_of(grouped, (8, 4), (16, 3), (4, 3), m=3)
+    assert region.slices_per_rank == 2
+    assert len(region.matmuls) == 2
 
 
 @pytest.mark.parametrize(

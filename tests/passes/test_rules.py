@@ -13,7 +13,7 @@ import fo_compiler
 from fo_compiler.options import Options
 from fo_compiler.passes.overlap_pass import FlashOverlapPass
 from fo_compiler.passes.rules import ATTENTIONS, MATMULS, RESHAPES, RULES, SHAPE_ARGUMENT, registered, rule_of
-from fo_compiler.passes.separability import Cut, NotSeparable, Split, local_shape, shape_of
+from fo_compiler.passes.separability import Cut, NotSeparable, Slices, Split, local_shape, shape_of
 from fo_compiler.testing import assert_equivalent
 from tests.graphs import all_gather, all_reduce, capture
 from tests.passes.helpers import aten, on_each_rank, tensors
@@ -21,7 +21,8 @@ from tests.passes.test_separability import cut_slices
 from tests.programs import Program
 
 prims = torch.ops.prims
-N = 2
+EQUAL = Slices(2)
+SLICES = (EQUAL, Slices(1, 2, 3), Slices(1, 3, 4))  # a dim of 6 in 2 and 4, one of 4 in 1, 1 and 2
 
 
 def places(x: Tensor) -> Tensor:
@@ -131,15 +132,15 @@ def test_every_row_of_the_table_has_a_case() -> None:
     assert rows - {operator.getitem} <= set(CASES), rows - set(CASES)
 
 
-def run_slice(node: Node, split: Split, values: dict[Node, Tensor], j: int) -> object:
+def run_slice(node: Node, split: Split, values: dict[Node, Tensor], slices: Slices, j: int) -> object:
     """The node on slice j, as a rewrite would run it."""
     args, kwargs = fx.map_arg(
         (node.args, node.kwargs),
-        lambda o: cut_slices(values[o], split.inputs[o], N)[j] if o in split.inputs else values[o],
+        lambda o: cut_slices(values[o], split.inputs[o], slices)[j] if o in split.inputs else values[o],
     )
     if node.target in SHAPE_ARGUMENT:
         assert split.output is not None
-        args = (args[0], local_shape(shape_of(node), split.output, N), *args[2:])
+        args = (args[0], local_shape(shape_of(node), split.output, slices, j), *args[2:])
     target = aten.reshape.default if node.target in RESHAPES else node.target
     return target(*args, **kwargs)
 
@@ -150,7 +151,7 @@ def one_node(target: object, inputs: list[Tensor]) -> fx.GraphModule:
     return program.finish([node]).module
 
 
-def every_split(node: Node) -> list[Split]:
+def every_split(node: Node, slices: Slices) -> list[Split]:
     """What the rule answers for every cut of every input, and of the output."""
     rule = rule_of(node)
     found = []
@@ -162,13 +163,13 @@ def every_split(node: Node) -> list[Split]:
     ]
     for operand, cut in asked:
         try:
-            found.append(rule.from_inputs(node, {operand: cut}, N))
+            found.append(rule.from_inputs(node, {operand: cut}, slices))
         except NotSeparable:
             continue
     for dim in range(len(shape_of(node))):
         try:
-            split = rule.from_output(node, Cut(dim), N)
-            local_shape(shape_of(node), Cut(dim), N)
+            split = rule.from_output(node, Cut(dim), slices)
+            local_shape(shape_of(node), Cut(dim), slices, 0)
             found.append(split)
         except NotSeparable:
             continue
@@ -195,24 +196,25 @@ def test_slices_of_the_output_are_the_op_on_slices_of_the_inputs(target: object)
             return values[n]
 
     Remember(gm).run(*inputs)
-    splits = every_split(node)
+    splits = [(slices, split) for slices in SLICES for split in every_split(node, slices)]
     assert splits, "a row that admits no cut at all is no row"
     whole = values[node]
-    for split in splits:
-        pieces = [run_slice(node, split, values, j) for j in range(N)]
+    for slices, split in splits:
+        count = slices.count
+        pieces = [run_slice(node, split, values, slices, j) for j in range(count)]
         for index, want in enumerate(whole if isinstance(whole, (tuple, list)) else [whole]):
             parts = [p[index] if isinstance(p, (tuple, list)) else p for p in pieces]
             if split.output is None:
                 got = sum(parts) if target is not aten.addmm.default else None
                 if got is None:  # the bias is added once: by the first slice
                     bias = values[node.args[0]]
-                    got = sum(parts) - (N - 1) * bias
+                    got = sum(parts) - (count - 1) * bias
                 if target is aten.baddbmm.default:
-                    got = got - (N - 1) * values[node.args[0]]
+                    got = got - (count - 1) * values[node.args[0]]
                 torch.testing.assert_close(got, want)
                 continue
-            for piece, expected in zip(parts, cut_slices(want, split.output, N), strict=True):
-                torch.testing.assert_close(piece, expected, msg=f"{split}")
+            for piece, expected in zip(parts, cut_slices(want, split.output, slices), strict=True):
+                torch.testing.assert_close(piece, expected, msg=f"{slices} {split}")
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_a_dim_along_which_elements_meet_is_not_cut(function, shapes, cut) -> No
     source = gm.graph.find_nodes(op="placeholder")[0]
     (node, *_) = source.users
     with pytest.raises(NotSeparable):
-        rule_of(node).from_inputs(node, {source: cut}, N)
+        rule_of(node).from_inputs(node, {source: cut}, EQUAL)
 
 
 def test_a_mask_that_fills_is_cut_and_one_that_orders_values_is_not() -> None:
@@ -250,11 +252,11 @@ def test_a_mask_that_fills_is_cut_and_one_that_orders_values_is_not() -> None:
         if separable:
             mask = node.args[1][0]
             for dim in range(2):
-                split = rule_of(node).from_output(node, Cut(dim), N)
+                split = rule_of(node).from_output(node, Cut(dim), EQUAL)
                 assert split.inputs == {node.args[0]: Cut(dim), mask: Cut(dim)}
         else:
             with pytest.raises(NotSeparable, match="order of a mask"):
-                rule_of(node).from_output(node, Cut(0), N)
+                rule_of(node).from_output(node, Cut(0), EQUAL)
 
 
 def test_columns_of_a_grouped_product_are_cut_where_its_kernels_can_read() -> None:
@@ -262,10 +264,10 @@ def test_columns_of_a_grouped_product_are_cut_where_its_kernels_can_read() -> No
         gm = capture(CASES[aten._grouped_mm.default][0], tensors((3, 16), (2, 16, columns), (2,)))
         node = gm.graph.find_nodes(op="call_function", target=aten._grouped_mm.default)[0]
         if separable:
-            assert rule_of(node).from_output(node, Cut(1), N).output == Cut(1)
+            assert rule_of(node).from_output(node, Cut(1), EQUAL).output == Cut(1)
         else:
             with pytest.raises(NotSeparable, match="16 bytes"):
-                rule_of(node).from_output(node, Cut(1), N)
+                rule_of(node).from_output(node, Cut(1), EQUAL)
 
 
 def test_what_experts_give_is_summed_column_by_column() -> None:
@@ -307,9 +309,9 @@ def test_an_axis_that_only_the_output_of_an_own_op_has_is_needed_whole(own_op) -
     fo_compiler.register_rule(own_op, "mk,kn->mz")
     gm = capture(lambda a, b: own_op(a, b, 0.5), tensors((4, 6), (6, 8)))
     (node,) = gm.graph.find_nodes(op="call_function", target=own_op)
-    assert rule_of(node).from_output(node, Cut(0), N).inputs
+    assert rule_of(node).from_output(node, Cut(0), EQUAL).inputs
     with pytest.raises(NotSeparable, match="needs this dim whole"):
-        rule_of(node).from_output(node, Cut(1), N)
+        rule_of(node).from_output(node, Cut(1), EQUAL)
 
 
 @pytest.mark.parametrize("spec", ["mk,kn", "m k -> ", "mk,k1->m1"])

@@ -18,7 +18,7 @@ from fo_compiler.passes.rewrite import rewrite_region
 from fo_compiler.passes.sites import Site
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.ops import pending_transfers
-from fo_compiler.schedule import Kind, Schedule
+from fo_compiler.schedule import Compute, Kind, Post, Program, Recv, Schedule, Send, Wait, verify
 from fo_compiler.schedule.ir import COLLECTIVES
 from fo_compiler.schedule.machine import simple_machine
 from fo_compiler.schedule.network import Matrix
@@ -38,8 +38,8 @@ FUNCTIONS: dict[Kind, Callable[[int], Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-def rows_of(kind: Kind, ranks: int, m: int) -> int:
-    return m if kind is Kind.ALL_GATHER else ranks * m
+def rows_of(kind: Kind, ranks: int, share: int) -> int:
+    return share if kind is Kind.ALL_GATHER else ranks * share
 
 
 def rewritten(gm: fx.GraphModule, ranks: int, rank: int, kind: Kind, schedule: Schedule) -> fx.GraphModule:
@@ -78,7 +78,13 @@ def test_what_the_search_proposes_computes_what_the_collective_does(
     machine = simple_machine(network=Matrix(data.draw(square), data.draw(square)))
     cost = RegionCost(data.draw(st.floats(0.5, 20.0)), 4e3)
     schedule = list(islice(_proposals(kind, machine, ranks, m, cost), 12))[-1]
-    shapes = (rows_of(kind, ranks, m), 3), (3, 5)
+    check(schedule, data.draw(st.integers(m, 2 * m)))
+
+
+def check(schedule: Schedule, share: int) -> None:
+    """The schedule computes what the plain collective does, where each rank has `share` rows."""
+    kind, ranks = schedule.kind, schedule.ranks
+    shapes = (rows_of(kind, ranks, share), 3), (3, 5)
     gm = capture(FUNCTIONS[kind](ranks), tensors(*shapes))
     inputs = on_each_rank(ranks, *shapes)
     plain = run_ranks(lambda _: gm, inputs, LocalWorld(ranks))
@@ -86,3 +92,26 @@ def test_what_the_search_proposes_computes_what_the_collective_does(
     for want, got in zip(plain, run_ranks(graphs.__getitem__, inputs, LocalWorld(ranks)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not pending_transfers()
+
+
+@pytest.mark.parametrize("share", [2, 3, 5])
+def test_a_rank_may_receive_another_size_than_it_sends(share: int) -> None:
+    """One rank sends its first part while the other sends its second, which has a row more."""
+
+    def program(own: tuple[int, int], other: tuple[int, int], peer: int) -> Program:
+        (a, b), (c, d) = own, other
+        return (
+            Post(0, Send(a, peer), Recv(c, peer)),
+            Compute(a),
+            Compute(b),
+            Wait(0),
+            Post(1, Send(b, peer), Recv(d, peer)),
+            Compute(c),
+            Wait(1),
+            Compute(d),
+        )
+
+    programs = (program((0, 1), (3, 2), 1), program((3, 2), (0, 1), 0))
+    schedule = Schedule(Kind.ALL_GATHER, "crossed", 2, 2, programs=programs)
+    verify(schedule)
+    check(schedule, share)

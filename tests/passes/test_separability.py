@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fo_compiler.passes.rules import rule_of
-from fo_compiler.passes.separability import Cut, NotSeparable, local_shape, reshaped_cut, slice_size
+from fo_compiler.passes.separability import Cut, NotSeparable, Slices, bounds, local_shape, reshaped_cut, row_size
 from tests.graphs import capture
 from tests.passes.helpers import aten, tensors
 
@@ -22,19 +22,21 @@ def node_of(function, target, *shapes):
     return node
 
 
-def cut_slices(x: torch.Tensor, cut: Cut, n: int) -> list[torch.Tensor]:
+def cut_slices(x: torch.Tensor, cut: Cut, slices: Slices) -> list[torch.Tensor]:
     """The slices of a tensor, by the definition of a cut."""
-    shape = list(x.shape)
-    size = slice_size(tuple(shape), cut, n)
-    parts = x.reshape(*shape[: cut.dim], cut.outer, n, size, *shape[cut.dim + 1 :])
-    return [parts.select(cut.dim + 1, j).reshape(local_shape(tuple(shape), cut, n)) for j in range(n)]
+    shape, pieces = tuple(x.shape), []
+    for index in range(slices.count):
+        start, stop = bounds(shape, cut, slices, index)
+        piece = x.unflatten(cut.dim, (cut.outer, -1)).narrow(cut.dim + 1, start, stop - start)
+        pieces.append(piece.reshape(local_shape(shape, cut, slices, index)))
+    return pieces
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.data())
 def test_a_reshape_of_a_slice_is_the_slice_of_the_reshape(data: st.DataObject) -> None:
     factors = data.draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=5))
-    n = data.draw(st.sampled_from([2, 3, 4]))
+    slices = data.draw(st.builds(Slices.of, st.integers(1, 7), st.sampled_from([2, 3]), st.integers(1, 4)))
 
     def grouped() -> list[int]:
         sizes, current = [], 1
@@ -50,35 +52,35 @@ def test_a_reshape_of_a_slice_is_the_slice_of_the_reshape(data: st.DataObject) -
     x = torch.arange(float(torch.Size(source).numel())).reshape(source)
     node = node_of(lambda t: t.reshape(target) + 0, aten.add.Tensor, source)
     try:
-        pieces = cut_slices(x, cut, n)
-        moved = reshaped_cut(node, tuple(source), tuple(target), cut, n)
+        pieces = cut_slices(x, cut, slices)
+        moved = reshaped_cut(node, tuple(source), tuple(target), cut, slices)
     except NotSeparable:
         return
-    for piece, wanted in zip(pieces, cut_slices(x.reshape(target), moved, n), strict=True):
+    for piece, wanted in zip(pieces, cut_slices(x.reshape(target), moved, slices), strict=True):
         assert torch.equal(piece.reshape(wanted.shape), wanted)
-    assert reshaped_cut(node, tuple(target), tuple(source), moved, n) == cut, "the way back leads to the same cut"
+    assert reshaped_cut(node, tuple(target), tuple(source), moved, slices) == cut, "the way back leads to the same cut"
 
 
 def test_flattening_batch_and_sequence_keeps_the_sequence_cut() -> None:
     node = node_of(lambda x: x.reshape(6, 5) + 0, aten.add.Tensor, (2, 3, 5))
-    assert reshaped_cut(node, (2, 12, 5), (24, 5), Cut(1), 4) == Cut(0, outer=2)
-    assert reshaped_cut(node, (24, 5), (2, 12, 5), Cut(0, outer=2), 4) == Cut(1)
+    assert reshaped_cut(node, (2, 12, 5), (24, 5), Cut(1), Slices(4)) == Cut(0, outer=2)
+    assert reshaped_cut(node, (24, 5), (2, 12, 5), Cut(0, outer=2), Slices(4)) == Cut(1)
 
 
 def test_a_reshape_that_mixes_slices_is_refused_with_both_shapes() -> None:
     node = node_of(lambda x: x.reshape(6, 5) + 0, aten.add.Tensor, (2, 3, 5))
     with pytest.raises(NotSeparable, match=r"\[4, 6\] to \[6, 4\]"):
-        reshaped_cut(node, (4, 6), (6, 4), Cut(0), 4)
+        reshaped_cut(node, (4, 6), (6, 4), Cut(0), Slices(4))
 
 
 def test_a_size_that_does_not_divide_is_refused_with_the_size() -> None:
     with pytest.raises(NotSeparable, match="size 7 of dim 1 does not divide into 2"):
-        slice_size((3, 7), Cut(1), 2)
+        row_size((3, 7), Cut(1), Slices(2))
 
 
 def test_an_empty_dim_is_not_cut() -> None:
     with pytest.raises(NotSeparable):
-        slice_size((0, 7), Cut(0), 2)
+        row_size((0, 7), Cut(0), Slices(2))
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -89,13 +91,13 @@ def test_a_reshape_of_an_empty_tensor_is_refused(empty: int) -> None:
     for source, reshaped in ((tuple(sizes), target), (target, tuple(sizes))):
         for dim in range(len(source)):
             with pytest.raises(NotSeparable):
-                reshaped_cut(node, source, reshaped, Cut(dim), 2)
+                reshaped_cut(node, source, reshaped, Cut(dim), Slices(2))
 
 
 def test_a_matmul_cut_along_rows_takes_its_weight_whole() -> None:
     mm = node_of(lambda a, b: a @ b, aten.mm.default, (4, 6), (6, 5))
     a, _ = mm.args
-    split = rule_of(mm).from_inputs(mm, {a: Cut(0)}, 2)
+    split = rule_of(mm).from_inputs(mm, {a: Cut(0)}, Slices(2))
     assert dict(split.inputs) == {a: Cut(0)}
     assert split.output == Cut(0)
 
@@ -103,7 +105,7 @@ def test_a_matmul_cut_along_rows_takes_its_weight_whole() -> None:
 def test_a_matmul_cut_along_k_is_a_sum_over_slices_of_both_factors() -> None:
     mm = node_of(lambda a, b: a @ b, aten.mm.default, (4, 6), (6, 5))
     a, b = mm.args
-    split = rule_of(mm).from_inputs(mm, {a: Cut(1)}, 2)
+    split = rule_of(mm).from_inputs(mm, {a: Cut(1)}, Slices(2))
     assert dict(split.inputs) == {a: Cut(1), b: Cut(0)}
     assert split.output is None
 
@@ -112,14 +114,14 @@ def test_a_bias_that_broadcasts_is_used_whole_and_a_matrix_bias_is_cut() -> None
     for shape, cut in (((5,), None), ((1, 5), None), ((4, 5), Cut(0))):
         addmm = node_of(torch.addmm, aten.addmm.default, shape, (4, 6), (6, 5))
         bias, a, _ = addmm.args
-        split = rule_of(addmm).from_inputs(addmm, {a: Cut(0)}, 2)
+        split = rule_of(addmm).from_inputs(addmm, {a: Cut(0)}, Slices(2))
         assert split.inputs.get(bias) == cut
 
 
 def test_one_tensor_in_two_roles_is_refused() -> None:
     mm = node_of(lambda a: a @ a, aten.mm.default, (4, 4))
     with pytest.raises(NotSeparable):
-        rule_of(mm).from_inputs(mm, {mm.args[0]: Cut(0)}, 2)
+        rule_of(mm).from_inputs(mm, {mm.args[0]: Cut(0)}, Slices(2))
 
 
 def test_an_op_without_a_row_is_refused_by_name() -> None:
