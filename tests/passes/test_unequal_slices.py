@@ -109,7 +109,7 @@ GRAPHS: tuple[Graph, ...] = (
     chain,
     normalised,
 )
-FAMILIES = ("ring", "bidirectional", "direct")
+FAMILIES = ("ring", *(pytest.param(family, marks=pytest.mark.nightly) for family in ("bidirectional", "direct")))
 
 
 def inputs_at(length: int, batch: int = 2) -> list[list[Tensor]]:
@@ -141,7 +141,14 @@ def lengths_that_run(gm: fx.GraphModule, lengths: Sequence[int]) -> Sequence[int
     return found
 
 
-@pytest.mark.parametrize("function", GRAPHS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(function, marks=() if function in (gather, chain, scatter_flattened) else pytest.mark.nightly)
+        for function in GRAPHS
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_one_graph_serves_every_length_without_a_guard(function: Graph) -> None:
     """Lengths below the number of slices make empty ones; those of one row are no constants."""
     gm = capture(function, inputs_at(6)[0], {0: (1,)})
