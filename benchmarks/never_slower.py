@@ -5,11 +5,14 @@ python benchmarks/never_slower.py --ranks 2 4 --count 110 25 --minutes 9
 Many small regions (tiny to large M, K, N; a collective before or after a real float32 matmul) on gloo ranks over loopback, each
 doing what `options={"machine": FILE}` decides, FILE being calibrated at the start of the run, for these ranks. Every region is
 compiled by plain Inductor, by ours as it decides (auto), and by ours with rewrite="always", to see whether leaving it alone was
-right. Then they take turns, and Inductor twice in each turn: the ratio of those two is the noise. The ratio that counts is
+right. Then they take turns, and Inductor twice in each turn. What counts is, above 1 being faster,
 
-    speed-up = time under plain Inductor / time under ours        (medians; above 1 is faster)
+    speed-up = median over the turns of (time under plain Inductor / time under ours)
 
-Where auto leaves a region alone its graph is Inductor's, but for one op that keeps the records: the rest is noise.
+with the interval that holds this median at 95 %, whatever the distribution (from the sign test). Inductor against itself is
+judged in the same way: so often would an equal program be called slower, and so far from 1 is it found.
+
+Where auto leaves a region alone its graph is Inductor's, but for one op that keeps the records.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -24,6 +28,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import FunctionType
 from typing import Any
 
 if __name__ == "__main__" and not __package__:
@@ -34,7 +39,9 @@ from benchmarks.world import World
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 Shape = tuple[str, int, int, int]  # kind, M, K, N of the whole matmul
-WRONG = 0.05  # a decision is wrong if the other one would have been this much faster, beyond the noise
+WRONG = 0.05  # a decision is wrong if the other one is faster by this much, at 95 %
+SLOWER = 0.02  # and a region is slower if it is so by this much, at 95 %
+MOST_TURNS = 150
 SIZES_M = (32, 128, 512, 2048, 8192)
 SIZES_KN = (32, 128, 256, 512, 1024, 2048)
 
@@ -91,12 +98,16 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     x = torch.randn(m // ranks if kind == "all_gather" else m, k)
     torch.compiler.reset()
     options: dict[str, Any] = {"machine": machine} if machine else {}
+
+    def compiled(backend: str, **options: Any) -> Any:
+        # With code of its own: torch keeps what it compiled by code, and looks at the others' entries first.
+        own = FunctionType(region.__code__.replace(), region.__globals__, None, None, region.__closure__)
+        return torch.compile(own, backend=backend, dynamic=False, options=options or None)
+
     ways = {
-        "inductor": torch.compile(region, backend="inductor", dynamic=False),
-        "auto": torch.compile(region, backend="flashoverlap", dynamic=False, options=options or None),
-        "always": torch.compile(
-            region, backend="flashoverlap", dynamic=False, options={**options, "rewrite": "always"}
-        ),
+        "inductor": compiled("inductor"),
+        "auto": compiled("flashoverlap", **options),
+        "always": compiled("flashoverlap", **options, rewrite="always"),
     }
     with record() as report:
         for way in ways.values():
@@ -109,7 +120,7 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
         way(x)  # warms up, and says how often there is time for
     once_ms = torch.tensor((time.perf_counter() - start) * 1e3)
     dist.all_reduce(once_ms, dist.ReduceOp.MAX)
-    turns = int(min(60, max(9, budget_ms / once_ms.item())))
+    turns = int(min(MOST_TURNS, max(9, budget_ms / once_ms.item())))
     gc.collect()
     gc.disable()
     names, random = list(ways), Random(0)  # the same on all ranks
@@ -129,32 +140,42 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     }
 
 
+def ratio(above: list[float], below: list[float]) -> tuple[float, float, float]:
+    """The median of `above / below` over the turns, and the interval that holds it at 95 % (order statistics)."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    half = 0.98 * math.sqrt(len(ratios))  # the turns on one side of the median are binomial
+    low, high = math.floor((len(ratios) - 1) / 2 - half), math.ceil((len(ratios) - 1) / 2 + half)
+    return statistics.median(ratios), ratios[max(low, 0)], ratios[min(high, len(ratios) - 1)]
+
+
 def judge(shape: Shape, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians, speed-ups, and whether the decision was right."""
     times = {
         name: [max(turn) for turn in zip(*(rank["times"][name] for rank in of_ranks), strict=True)]
         for name in of_ranks[0]["times"]
     }
-    median = {name: statistics.median(values) for name, values in times.items()}
-    plain = statistics.median(times["inductor"] + times["again"])
-    noise = abs(median["inductor"] / median["again"] - 1)
+    plain = times["inductor"]
+    ours, low, high = ratio(plain, times["auto"])
+    same, _, same_high = ratio(plain, times["again"])
     rewritten = of_ranks[0]["rewritten"]
-    always = plain / median["always"]
-    ours = plain / median["auto"]
     wrong = ""
-    if rewritten and ours < 1 - WRONG - noise:
+    if rewritten and high < 1 - WRONG:
         wrong = "rewritten, and slower"
-    elif not rewritten and always > 1 + WRONG + noise:
+    elif not rewritten and ratio(times["auto"], times["always"])[1] > 1 + WRONG:
         wrong = "left alone, and would be faster"
     return {
         "shape": list(shape),
         "ranks": len(of_ranks),
-        "inductor_ms": round(plain, 3),
-        "auto_ms": round(median["auto"], 3),
-        "always_ms": round(median["always"], 3),
+        "turns": len(plain),
+        "inductor_ms": round(statistics.median(plain), 3),
+        "auto_ms": round(statistics.median(times["auto"]), 3),
+        "always_ms": round(statistics.median(times["always"]), 3),
         "speedup": round(ours, 4),
-        "speedup_always": round(always, 4),
-        "noise": round(noise, 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "speedup_always": round(ratio(plain, times["always"])[0], 4),
+        "noise": round(abs(same - 1), 4),
+        "slower": high < 1 - SLOWER,
+        "same_is_slower": same_high < 1 - SLOWER,
         "rewritten": rewritten,
         "schedule": of_ranks[0]["schedule"],
         "wrong": wrong,
@@ -176,7 +197,9 @@ def conclusion(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "noise_median": statistics.median(noises),
         "noise_percentile_95": noises[min(len(noises) - 1, int(0.95 * len(noises)))],
         "noise_worst": noises[-1],
-        "slower_beyond_noise": sum(row["speedup"] < 0.98 - row["noise"] for row in rows),
+        "slower": sum(row["slower"] for row in rows),
+        "slower_and_rewritten": sum(row["slower"] and row["rewritten"] for row in rows),
+        "Inductor_slower_than_itself": sum(row["same_is_slower"] for row in rows),
         "wrong_rewritten": sum(row["wrong"].startswith("rewritten") for row in rows),
         "wrong_left_alone": sum(row["wrong"].startswith("left") for row in rows),
         "worst_rewritten": min((row["speedup"] for row in rows if row["rewritten"]), default=None),
@@ -200,6 +223,15 @@ def run(ranks: int, count: int, seconds: float, preset: str | None, budget_ms: f
             yield judge(shape, world.run(measure, shape, machine, budget_ms))
 
 
+def line_of(row: dict[str, Any]) -> str:
+    low, high = row["interval"]
+    return (
+        f"{row['ranks']} {'x'.join(map(str, row['shape'])):32} {row['inductor_ms']:9.3f} ms"
+        f"  speed-up {row['speedup']:.3f} [{low:.2f}, {high:.2f}]  always {row['speedup_always']:.3f} ({row['schedule']})"
+        f"  {'rewritten' if row['rewritten'] else 'left alone'}{f'  WRONG: {wrong}' if (wrong := row['wrong']) else ''}"
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -220,13 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             for row in run(ranks, count, seconds, args.machine, args.budget_ms):
                 rows.append(row)
-                flag = f"  WRONG: {row['wrong']}" if row["wrong"] else ""
-                print(
-                    f"{ranks} {'x'.join(map(str, row['shape'])):32} {row['inductor_ms']:9.3f} ms  speed-up {row['speedup']:.3f}"
-                    f"  always {row['speedup_always']:.3f} ({row['schedule']})  noise {row['noise']:.3f}"
-                    f"  {'rewritten' if row['rewritten'] else 'left alone'}{flag}",
-                    flush=True,
-                )
+                print(line_of(row), flush=True)
                 if args.out:
                     save(args.out, {"conclusion": conclusion(rows), "regions": rows})
         except (RuntimeError, TimeoutError) as error:

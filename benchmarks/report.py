@@ -110,11 +110,11 @@ def never_slower(data: dict[str, Any]) -> str:
         f"Wrong decisions: {len(wrong)} of {len(rows)}" + (f"; the worst {LISTED}:" if len(wrong) > LISTED else ".")
     )
     if wrong:
-        head = ["region (kind, M, K, N)", "ranks", "Inductor, ms", "as decided", "rewritten", "noise", ""]
+        head = ["region (kind, M, K, N)", "ranks", "Inductor, ms", "as decided", "at 95 %", "rewritten", ""]
         parts.append(
             markdown(head, [[
                 ", ".join(map(str, row["shape"])), str(row.get("ranks", 2)), f"{row['inductor_ms']:.2f}", f"{row['speedup']:.2f}",
-                f"{row['speedup_always']:.2f}", f"{row['noise']:.1%}", row["wrong"],
+                f"{row['interval'][0]:.2f} to {row['interval'][1]:.2f}", f"{row['speedup_always']:.2f}", row["wrong"],
             ] for row in wrong[:LISTED]])
         )  # fmt: skip
     return "\n\n".join(parts)

@@ -28,10 +28,11 @@ from .schedule.network import Matrix, Network, Uniform
 T = TypeVar("T")
 
 LINK_SIZES = (4_096, 65_536, 524_288, 2_097_152)  # bytes
-MATMUL_SHAPES = tuple(
-    (m, k, n) for m, k, n in (
-        (16, 64, 64), (64, 128, 128), (128, 256, 256), (256, 512, 512), (512, 512, 512), (512, 1024, 1024), (1024, 1024, 1024),
-    )
+MATMUL_SHAPES = (
+    (16, 64, 64), (64, 128, 128), (128, 256, 256), (256, 512, 512), (512, 512, 512), (512, 1024, 1024), (1024, 1024, 1024),
+    # thin ones: few rows, a short sum, few columns
+    (16, 1024, 1024), (64, 2048, 512), (64, 512, 2048), (128, 2048, 2048), (2048, 32, 512), (4096, 64, 64), (256, 32, 256),
+    (16, 32, 2048), (2048, 512, 32), (32, 512, 32), (128, 2048, 128), (8192, 128, 128), (512, 256, 64),
 )  # fmt: skip
 ALIKE = 1.3  # links whose bandwidths differ by less than this factor are one kind of link
 PAUSE_S = 0.002  # of other work between the ops of a step

@@ -1,13 +1,15 @@
 """How long a matmul takes: the compute half of a `Machine`.
 
 Roofline   peak throughput and memory bandwidth, with whole tiles on whole waves of compute units
-Measured   points from `fo-compiler calibrate`, joined by power laws
+Measured   points from `fo-compiler calibrate`, joined by a law that knows shapes
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import MachineError
 
@@ -74,8 +76,12 @@ class MatmulPoint:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured points. Between two of them time follows a power law of the FLOP count; beyond the ends the last one
-    goes on, with an exponent between 0 (a floor) and 1 (constant throughput)."""
+    """Measured points, joined by a law of five terms: FLOP, the elements of each factor and of the result, and a start.
+
+    The terms' costs are fitted to the points (none is below 0). By how much the points differ from the law is carried over to
+    other shapes, most of it to those that are near: a thin matmul is slow whatever its FLOP count is. At the points the answer
+    is the measured time.
+    """
 
     points: tuple[MatmulPoint, ...]
     memory_GBps: float
@@ -83,24 +89,71 @@ class Measured:
     def __post_init__(self) -> None:
         if not self.points:
             raise MachineError.wrong("matmul.points", "at least one measured matmul", "none")
+        if any(not 0 < p.time_us < math.inf or min(p.m, p.k, p.n) < 1 for p in self.points):
+            raise MachineError.wrong("matmul.points", "sizes of at least 1 and times above 0", "others")
 
     def time_us(self, m: int, k: int, n: int, dtype: str) -> float:
-        points = sorted((p for p in self.points if p.dtype == dtype), key=lambda p: p.flop)
-        if not points:
-            known = sorted({p.dtype for p in self.points})
-            raise MachineError.wrong("matmul.points", f"a point for {dtype}", f"points for {', '.join(known)}")
-        flop = 2.0 * m * k * n
-        if len(points) == 1:
-            return points[0].time_us * flop / points[0].flop
-        upper = next((i for i, p in enumerate(points) if p.flop >= flop and i > 0), len(points) - 1)
-        low, high = points[upper - 1], points[upper]
-        if high.flop == low.flop:
-            return (low.time_us + high.time_us) / 2 * flop / low.flop
-        exponent = math.log(high.time_us / low.time_us) / math.log(high.flop / low.flop)
-        if not low.flop <= flop <= high.flop:
-            exponent = min(max(exponent, 0.0), 1.0)
-        anchor = low if flop <= high.flop else high
-        return anchor.time_us * float((flop / anchor.flop) ** exponent)
+        law = self._laws.get(dtype)
+        if law is None:
+            raise MachineError.wrong("matmul.points", f"a point for {dtype}", f"points for {', '.join(self._laws)}")
+        return law.time_us(m, k, n)
+
+    @cached_property
+    def _laws(self) -> dict[str, _Law]:
+        return {
+            dtype: _Law.fit([p for p in self.points if p.dtype == dtype])
+            for dtype in sorted({p.dtype for p in self.points})
+        }
+
+
+NEAR = 0.05  # squared distance, in doublings of a size, within which points count alike
+SWEEPS = 300
+
+
+@dataclass(frozen=True)
+class _Law:
+    costs: tuple[float, ...]  # us a unit of each term
+    points: tuple[tuple[tuple[float, ...], float], ...]  # log2 of the sizes, log of measured / fitted
+
+    @classmethod
+    def fit(cls, points: Sequence[MatmulPoint]) -> _Law:
+        """The least relative errors, term by term in turn: it begins with FLOP, which one point alone is explained by."""
+        rows = [[term / p.time_us for term in _terms(p.m, p.k, p.n)] for p in points]
+        columns = list(zip(*rows, strict=True))
+        products = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
+        costs = [0.0] * len(columns)
+        for _ in range(SWEEPS):
+            for i, column in enumerate(columns):
+                rest = sum(column) - sum(cost * product for cost, product in zip(costs, products[i], strict=True))
+                costs[i] = max(0.0, costs[i] + rest / products[i][i])
+        times: dict[tuple[float, ...], list[float]] = {}
+        for p in points:
+            times.setdefault(_place(p.m, p.k, p.n), []).append(p.time_us / _fitted(costs, p.m, p.k, p.n))
+        logs = [(place, sum(map(math.log, ratios)) / len(ratios)) for place, ratios in times.items()]
+        return cls(tuple(costs), tuple(logs))
+
+    def time_us(self, m: int, k: int, n: int) -> float:
+        place, total, weights = _place(m, k, n), 0.0, 0.0
+        fitted = _fitted(self.costs, m, k, n)
+        for other, log in self.points:
+            distance = sum((a - b) ** 2 for a, b in zip(place, other, strict=True))
+            if not distance:
+                return fitted * math.exp(log)
+            weight = 1 / (distance + NEAR)
+            total, weights = total + weight * log, weights + weight
+        return fitted * math.exp(total / weights)
+
+
+def _terms(m: int, k: int, n: int) -> tuple[float, ...]:
+    return (2.0 * m * k * n, 1.0 * m * k, 1.0 * k * n, 1.0 * m * n, 1.0)
+
+
+def _place(m: int, k: int, n: int) -> tuple[float, ...]:
+    return (math.log2(max(m, 1)), math.log2(max(k, 1)), math.log2(max(n, 1)))
+
+
+def _fitted(costs: Sequence[float], m: int, k: int, n: int) -> float:
+    return sum(cost * term for cost, term in zip(costs, _terms(m, k, n), strict=True))
 
 
 MatmulModel = Roofline | Measured

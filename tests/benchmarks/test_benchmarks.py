@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import signal
 import statistics
 from dataclasses import replace
@@ -211,10 +213,23 @@ def test_a_decision_is_wrong_if_the_other_one_is_faster(
     assert row["speedup"] == pytest.approx(10 / auto, abs=1e-4)
 
 
+def test_a_ratio_has_an_interval_that_holds_its_median() -> None:
+    rng = random.Random(0)
+    held = 0
+    for _ in range(300):
+        above, below = ([10 * math.exp(rng.gauss(0, 0.3)) for _ in range(40)] for _ in range(2))
+        middle, low, high = never_slower.ratio(above, below)
+        assert low <= middle <= high
+        held += low <= 1 <= high
+    assert 0.93 < held / 300 < 0.99
+    assert never_slower.ratio([2.0] * 9, [1.0] * 9) == (2.0, 2.0, 2.0)
+
+
 def test_the_conclusion_counts_what_was_wrong() -> None:
     rows = [never_slower.judge(("all_gather", 1, 1, 1), ran(auto, 10.0, True)) for auto in [8.0] * 19 + [12.0]]
     found = never_slower.conclusion(rows)
     assert (found["regions"], found["rewritten"], found["wrong_rewritten"]) == (20, 20, 1)
+    assert (found["slower"], found["slower_and_rewritten"], found["Inductor_slower_than_itself"]) == (1, 1, 0)
     assert found["worst"] < found["percentile_5"] == statistics.median(row["speedup"] for row in rows)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fo_compiler.calibration import MATMUL_SHAPES
 from fo_compiler.errors import MachineError
 from fo_compiler.schedule import Kind
 from fo_compiler.schedule.machine import CollectiveTime, Machine, simple_machine
@@ -146,12 +147,48 @@ def test_measured_points_are_met_and_joined() -> None:
         measured.time_us(1, 1, 1, "fp32")
 
 
+sizes = st.integers(1, 4096)
+costs = st.tuples(*(st.sampled_from([0.0, unit, 30 * unit]) for unit in (1e-5, 1e-4, 1e-4, 1e-4, 1.0))).filter(any)
+
+
 @settings(deadline=None)
-@given(st.lists(st.floats(1.0, 1e4), min_size=2, max_size=5, unique=True), st.integers(1, 4096))
-def test_more_rows_never_take_less_time(times: list[float], rows: int) -> None:
-    points = tuple(MatmulPoint(4**i, 64, 64, "fp32", time) for i, time in enumerate(sorted(times)))
-    for model in (Measured(points, 10.0), Roofline({"fp32": 1.0}, 10.0, 4)):
-        assert model.time_us(rows + 1, 64, 64, "fp32") >= model.time_us(rows, 64, 64, "fp32") * (1 - 1e-9)
+@given(costs, sizes, sizes, sizes)
+def test_a_law_of_shapes_is_found_in_the_measured_points(costs: tuple[float, ...], m: int, k: int, n: int) -> None:
+    """Times that FLOP, factors, result and a start explain, as those of thin matmuls: also for shapes without a point."""
+
+    def time_us(m: int, k: int, n: int) -> float:
+        return sum(c * term for c, term in zip(costs, (2 * m * k * n, m * k, k * n, m * n, 1), strict=True))
+
+    measured = Measured(tuple(MatmulPoint(*shape, "fp32", time_us(*shape)) for shape in MATMUL_SHAPES), 10.0)
+    for shape in MATMUL_SHAPES:
+        assert measured.time_us(*shape, "fp32") == pytest.approx(time_us(*shape))
+    assert measured.time_us(m, k, n, "fp32") == pytest.approx(time_us(m, k, n), rel=0.5)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(sizes, sizes, sizes, st.floats(1.0, 1e6)), min_size=1, max_size=8), sizes, sizes, sizes)
+def test_measured_times_are_met_and_nothing_takes_no_time(
+    points: list[tuple[int, int, int, float]], m: int, k: int, n: int
+) -> None:
+    measured = Measured(tuple(MatmulPoint(m, k, n, "fp32", us) for m, k, n, us in points), 10.0)
+    assert 0 < measured.time_us(m, k, n, "fp32") < math.inf
+    for m, k, n, us in points:
+        if [point[:3] for point in points].count((m, k, n)) == 1:
+            assert measured.time_us(m, k, n, "fp32") == pytest.approx(us)
+
+
+@pytest.mark.parametrize("sizes_and_time", [(0, 1, 1, 1.0), (1, 1, -1, 1.0), (1, 1, 1, 0.0), (1, 1, 1, math.nan)])
+def test_a_point_of_no_size_or_no_time_is_refused(sizes_and_time: tuple[int, int, int, float]) -> None:
+    m, k, n, us = sizes_and_time
+    with pytest.raises(MachineError, match="times above 0"):
+        Measured((MatmulPoint(m, k, n, "fp32", us),), 10.0)
+
+
+@settings(deadline=None)
+@given(sizes)
+def test_more_rows_never_take_less_time_by_the_roofline(rows: int) -> None:
+    model = Roofline({"fp32": 1.0}, 10.0, 4)
+    assert model.time_us(rows + 1, 64, 64, "fp32") >= model.time_us(rows, 64, 64, "fp32") * (1 - 1e-9)
 
 
 def test_dtypes_have_one_name() -> None:
