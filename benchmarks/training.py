@@ -6,7 +6,7 @@ Real matmuls. The links and the matmuls are calibrated in the run (`fo-compiler 
 by itself. Three ways of compiling the same model train from the same seed, one step of each in turn:
 
 inductor      plain
-scheduled     Inductor with its own settings for overlap (it moves whole collectives)
+scheduled     Inductor with its own settings for overlap (it moves whole collectives), with times of the same machine file
 flashoverlap  ours
 
 step_ms       median step, slowest rank
@@ -24,21 +24,41 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.results import save, why
 from benchmarks.world import World, shaping_here
+from fo_compiler.schedule import Kind
+from fo_compiler.schedule.machine import Machine
+from fo_compiler.schedule.matmul import Measured
 
 PHASES = ("forward", "backward")
 SCHEDULED = {
     "reorder_for_compute_comm_overlap": True,
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
+}
+ESTIMATION = "aten_distributed_optimizations.custom_runtime_estimation"
+COLLECTIVES = {
+    "all_gather_into_tensor": Kind.ALL_GATHER,
+    "reduce_scatter_tensor": Kind.REDUCE_SCATTER,
+    "all_reduce": Kind.ALL_REDUCE,
+    "all_to_all_single": Kind.ALL_TO_ALL,
 }
 # Ops in which a rank stands still for communication, or starts it. gloo's own run in threads of its own.
 COMMUNICATION = ("_c10d_functional::", "fo_compiler::exchange", "fo_compiler::wait")
@@ -46,8 +66,6 @@ Step = Callable[[int], float]
 
 
 def calibrate(path: str) -> None:
-    import torch.distributed as dist
-
     from fo_compiler.calibration import Calibrator
 
     calibration = Calibrator(repeats=3).machine("calibrated in this run")
@@ -55,11 +73,37 @@ def calibrate(path: str) -> None:
         calibration.machine.save(path)
 
 
+def estimated_ms(machine_file: str, node: Node, override_size: int | None = None) -> float:
+    """What a node takes by the machine of this run, for Inductor's scheduler: by itself it asks a GPU, and finds none here."""
+    machine = Machine.load(machine_file)
+    assert isinstance(machine.matmul, Measured)
+
+    def value(argument: Any) -> Any:
+        return argument.meta.get("val") if isinstance(argument, Node) else argument
+
+    args, kwargs, out = tree_map(value, (node.args, node.kwargs, value(node)))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+    kind = COLLECTIVES.get(getattr(node.target, "_opname", ""))
+    if kind is not None:
+        ranks = dist.get_world_size()
+        sent = tensors[0].nbytes if override_size is None else override_size
+        slice_bytes = sent if kind is Kind.ALL_GATHER else sent / ranks
+        return (machine.collective_us(kind, ranks, slice_bytes) or 0.0) / 1e3
+    flop_of = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if flop_of is not None:
+        flop_per_us = max(point.flop / point.time_us for point in machine.matmul.points)
+        return float(flop_of(*args, **kwargs, out_val=out)) / flop_per_us / 1e3
+    return sum(tensor.nbytes for tensor in tensors) / machine.matmul.memory_GBps / 1e6
+
+
+def memory_of(machine_file: str) -> AbstractContextManager[Any]:
+    """Let Inductor's scheduler read this machine's memory bandwidth, in GB/s, where it would ask a GPU for its own."""
+    machine = Machine.load(machine_file)
+    return patch("torch.utils._runtime_estimation.get_gpu_dram_gbps", lambda: machine.matmul.memory_GBps, create=True)
+
+
 def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
     """Train in all ways on this rank; per way its step times, exposed times and losses."""
-    import torch
-    import torch.distributed as dist
-
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
     import llama
     import train_tensor_parallel as demo
@@ -70,7 +114,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
     batches = demo.text_batches(steps + 4, sizes["batch"], sizes["seq_len"])
     ways: dict[str, tuple[str, dict[str, Any]]] = {
         "inductor": ("inductor", {}),
-        "scheduled": ("inductor", SCHEDULED),
+        "scheduled": ("inductor", {**SCHEDULED, ESTIMATION: partial(estimated_ms, machine)}),
         "flashoverlap": ("flashoverlap", {"machine": machine}),
     }
     found: dict[str, Any] = {name: {"losses": [], "step_ms": []} for name in ways}
@@ -80,7 +124,8 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
             step = _trainer(backend, options, config, batches)
             start = time.perf_counter()
             try:
-                found[name]["losses"].append(step(0))
+                with memory_of(machine):
+                    found[name]["losses"].append(step(0))
             except Exception as error:  # of the competitor's settings, on this device
                 if name == "flashoverlap":
                     raise
@@ -109,9 +154,6 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
 
 def _trainer(backend: str, options: dict[str, Any], config: Any, batches: list[Any]) -> Step:
     import llama
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.manual_seed(0)
@@ -135,7 +177,6 @@ def _trainer(backend: str, options: dict[str, Any], config: Any, batches: list[A
 
 def exposed_ms(step: Step, indices: tuple[int, ...]) -> dict[str, float]:
     """Per phase: time a step in ops of communication, median over some profiled steps of this rank."""
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
     found: dict[str, list[float]] = {phase: [] for phase in PHASES}
@@ -152,7 +193,6 @@ def exposed_ms(step: Step, indices: tuple[int, ...]) -> dict[str, float]:
 
 def peak_mb(step: Step, index: int) -> float:
     """The most memory that a step of this rank adds to what was there before it, in MB (1e6 bytes)."""
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
     dist.barrier()
