@@ -10,9 +10,11 @@ from typing import Any
 from .errors import OptionError
 from .schedule import FAMILY_NAMES
 
+LIBRARY = "library"  # its own collective, on slices: of all-reduces
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rewrite": ("auto", "always", "never"),
-    "schedule": ("auto", *FAMILY_NAMES),
+    "schedule": ("auto", *FAMILY_NAMES, LIBRARY),
     "transport": ("auto", "c10d", "copy_engine"),
     "slice_matmul": ("auto", "library", "triton", "whole"),
     "agreement": ("error", "plain", "off"),

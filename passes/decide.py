@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch.fx import Node
@@ -49,11 +50,15 @@ class Product:
 
     def slice_us(self, machine: Machine, dtype: str, slices: int) -> float:
         """Time of the matmul on one of `slices` slices."""
+        return self.share_us(machine, dtype, Fraction(1, slices))
+
+    def share_us(self, machine: Machine, dtype: str, share: Fraction) -> float:
+        """Time of the matmul on a share of the whole."""
         sizes = {"batch": self.batch, "m": self.m, "k": self.k, "n": self.n}
-        sizes[self.cut] = -(-sizes[self.cut] // slices)
+        sizes[self.cut] = ceil(sizes[self.cut] * share)
         # A batched matmul fills the machine like one with as many rows.
         matmul_us = machine.matmul_us(sizes["batch"] * sizes["m"], sizes["k"], sizes["n"], dtype)
-        return matmul_us + (machine.add_us(self.sum_bytes) if self.sum_bytes and slices > 1 else 0.0)
+        return matmul_us + (machine.add_us(self.sum_bytes) if self.sum_bytes and share < 1 else 0.0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch.fx import Graph, Node
 
 from ..dump import GraphDump
 from ..errors import OptionError
-from ..options import Options
+from ..options import LIBRARY, Options
 from ..records import GraphRecords, Record, format_table, publish
 from ..runtime import ops
 from ..runtime.transport import current_transport
@@ -42,6 +43,7 @@ from .single_collectives import SingleCollectives
 from .sites import Groups, LeftAlone, Site, group_name_of, is_collective, site_of
 from .sizes import drop_unused_sizes, sizes_from_inputs
 from .slice_matmuls import use_slice_matmuls
+from .sliced_all_reduce import SlicedAllReduce, rewrite_in_slices, slice_all_reduce
 from .split_all_reduce import split_all_reduce, wanted_matmuls
 from .streams import assign_streams, has_streams, plan_of
 from .transports import COPY_ENGINE, choose_transport, with_copy_engine
@@ -63,7 +65,7 @@ class Rewritten:
 
     tag: str
     region: Region
-    schedule: Schedule
+    schedule: Schedule | None  # None where the library's own collective runs on slices
     prediction: Prediction | None = None
 
 
@@ -137,7 +139,7 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
         graph.lint()
         check_plan(plan_of(graph))
     if dump is not None:
-        regions = [(r.tag, r.schedule, r.region.site.rank, r.prediction) for r in done]
+        regions = [(r.tag, r.schedule, r.region.site.rank, r.prediction) for r in done if r.schedule is not None]
         dump.finish(graph, regions, published)
     if pin:
         pin_order(graph, everything=bool(done))
@@ -239,7 +241,18 @@ class _Rewriter:
                 parts, edits = [(chain.region, chain.schedule)], chain.edits
                 collectives, reason = (*collectives, *chain.scatters), chain.reason + _note(chain.scatters)
         if site.kind is Kind.ALL_REDUCE:
-            halves = split_all_reduce(self.graph, site, decision, self.options, self.groups, reserved, self.wanted)
+            least_us = -inf if decision is None else decision.saved_us
+            sliced = slice_all_reduce(site, self.options, reserved)
+            if sliced is not None and self.options.schedule == LIBRARY:
+                least_us = inf
+            elif sliced is not None and sliced.saved_us > least_us:
+                least_us = sliced.saved_us
+            else:
+                sliced = None
+            halves = split_all_reduce(self.graph, site, least_us, self.options, self.groups, reserved, self.wanted)
+            if halves is None and sliced is not None:
+                self._rewrite_in_slices(sliced, collectives, edits)
+                return None
             if halves is not None:
                 parts, edits = halves.parts, (*edits, halves.edit)
                 reason = halves.reason + _note(collectives)
@@ -266,6 +279,16 @@ class _Rewriter:
         for (tag, region, schedule), (way, _) in zip(named, ways, strict=True):
             self._use_one_kernel(tag, region, schedule, way, collectives)
         return None
+
+    def _rewrite_in_slices(self, sliced: SlicedAllReduce, collectives: Sequence[Node], edits: tuple[Edit, ...]) -> None:
+        matmuls = tuple(node.name for node in sliced.region.matmuls)
+        for node in collectives:
+            self._record(node, sliced.region.site, True, sliced.reason + _note(collectives), sliced.describe(), matmuls)
+        for edit in edits:
+            edit.keep()
+        tag = f"ar{len(self.done)}"
+        self.done.append(Rewritten(tag, sliced.region, None))
+        rewrite_in_slices(self.graph, sliced, tag, self.which)
 
     def _use_one_kernel(
         self, tag: str, region: Region, schedule: Schedule, way: str, collectives: Sequence[Node]

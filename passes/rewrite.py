@@ -56,12 +56,16 @@ def rewrite_region(graph: Graph, region: Region, schedule: Schedule, tag: str, w
 
     Errors and profiles name its steps by `tag`, which is the region's, and by `which` graph it is (forward, backward, inference).
     """
+    replace_region(graph, region, lambda after: Writer(graph, region, schedule, tag, which, after))
+
+
+def replace_region(graph: Graph, region: Region, writer: Callable[[Node], Writer]) -> None:
+    """Replace `region` by what `writer(node)` writes in front of a node."""
     replaced = region.replaced()
     last = max(replaced)
     after = last.next
     dependents = _dependents(replaced, after)
-    writer = _Writer(graph, region, schedule, tag, which, after)
-    results = writer.run()
+    results = writer(after).run()
     for node in dependents:  # those that read the region came between its nodes: now they come behind it
         after.prepend(node)
     for node, result in results.items():
@@ -81,17 +85,19 @@ def _dependents(replaced: set[Node], after: Node) -> list[Node]:
     return list(found)
 
 
-class _Writer:
-    """Turns the actions of one rank into nodes, in front of `after`."""
+class Writer:
+    """Turns the actions of one rank into nodes, in front of `after`. Without a schedule a subclass says what is done."""
 
-    def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, after: Node) -> None:
+    def __init__(
+        self, graph: Graph, region: Region, schedule: Schedule | None, tag: str, which: str, after: Node
+    ) -> None:
         self.graph = graph
         self.sizes = SizeNodes(graph)
         self.region = region
         self.site = region.site
         self.slices = region.slicing
         self.summed = region.scatter or region.site  # where sums travel: the collective that makes them
-        self.schedule = schedule
+        self._schedule = schedule
         self.tag = tag
         self.which = which
         self.after = after
@@ -110,6 +116,24 @@ class _Writer:
 
     def run(self) -> dict[Node, Node]:
         """Write the program; the answer says what replaces each node that is read outside."""
+        self._program()
+        results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
+        results.update({block: self._block(block, rank, results) for block, rank in self.region.blocks_read_outside()})
+        results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
+        for node, total in self.totals.items():
+            results[node] = self._as_dtype(total, tensor_of(node).dtype, None)
+        if self._reduces:
+            results[self.summed.wait] = self._summed_result()
+        elif not self.region.is_gather:
+            results[self.site.wait] = self._exchanged_result()
+        return results
+
+    @property
+    def schedule(self) -> Schedule:
+        assert self._schedule is not None
+        return self._schedule
+
+    def _program(self) -> None:
         if self.region.is_gather:
             self._own_slices()
         for action in self.schedule.program(self.site.rank):
@@ -125,16 +149,6 @@ class _Writer:
                     self._accumulate(slice_, self.received.pop(step))
                 case Store(slice_, step):
                     self.sums[slice_] = self.received.pop(step)
-        results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
-        results.update({block: self._block(block, rank, results) for block, rank in self.region.blocks_read_outside()})
-        results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
-        for node, total in self.totals.items():
-            results[node] = self._as_dtype(total, tensor_of(node).dtype, None)
-        if self._reduces:
-            results[self.summed.wait] = self._summed_result()
-        elif not self.region.is_gather:
-            results[self.site.wait] = self._exchanged_result()
-        return results
 
     @property
     def _reduces(self) -> bool:

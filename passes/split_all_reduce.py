@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import isfinite, prod
 
 from torch.fx import Graph, Node
 
@@ -41,7 +41,7 @@ class Halves:
 def split_all_reduce(
     graph: Graph,
     site: Site,
-    whole: Decision | None,
+    whole_us: float,
     options: Options,
     groups: Groups,
     reserved: frozenset[Node],
@@ -49,13 +49,13 @@ def split_all_reduce(
 ) -> Halves | None:
     """Split the all-reduce of `site` in the graph, along the dim that saves most.
 
-    None, and the graph as it was, where no split has matmuls behind it or none is predicted to be better than `whole`, the
-    all-reduce in one region, if it can be one. With rewrite='always' a split into two regions needs no better prediction.
+    None, and the graph as it was, where no split has matmuls behind it or none is predicted to save more than `whole_us`, what
+    the all-reduce in one region does. With rewrite='always' a split into two regions needs no better prediction.
     `wanted` are matmuls that another collective can be hidden under, with that collective and the time that this saves: to
     take one away costs as much. `reserved` is as for `decide`.
     """
     # A part in a million is no difference: one region is simpler than two.
-    least_us = -inf if whole is None else whole.saved_us + 1e-6 * abs(whole.saved_us)
+    least_us = whole_us + 1e-6 * abs(whole_us) if isfinite(whole_us) else whole_us
     best: tuple[float, Site] | None = None
     for along in (site, *site.alternatives):
         halves = _split_along(graph, along, options, groups, reserved, wanted)
@@ -74,6 +74,8 @@ def _split_along(
     """The split along one dim, applied to the graph; None, and the graph as it was, where it is not to be used."""
     if not is_contiguous(tensor_of(along.wait)):
         return None  # what is gathered is, and readers may depend on strides
+    if 0 in example_shape(along.value):
+        return None  # there is nothing to split
     edit = Edit(graph, along.wait.next)
     op, ranks, group, name = "avg" if along.averages else "sum", along.ranks, along.group_name, along.collective.name
     scatter, shard = edit.reduce_scatter(along.value, along.dim, op, ranks, group, f"{name}_scatter_half")

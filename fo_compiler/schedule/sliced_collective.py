@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
 
 from .machine import Machine
 
+Cost = Callable[[Fraction], float]  # time in us, of a share of the whole
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 STEEPEST = 8.0  # a slice has at most this many times the rows of the next one
 
@@ -37,12 +40,13 @@ class Slices:
         return tuple(zip((0, *self.ends[:-1]), self.ends, strict=True))
 
     @property
-    def shares(self) -> tuple[float, ...]:
+    def shares(self) -> tuple[Fraction, ...]:
         """Of the whole, in the order of the slices."""
-        return tuple((end - start) / self.units for start, end in self.bounds)
+        return tuple(Fraction(end - start, self.units) for start, end in self.bounds)
 
     def describe(self) -> str:
-        return f"library x{len(self.ends)}"
+        sizes = ":".join(str(end - start) for start, end in self.bounds)
+        return f"library x{len(self.ends)} ({sizes})"
 
 
 @dataclass(frozen=True)
@@ -52,27 +56,28 @@ class SlicedTime:
 
 
 def choose_slices(
-    machine: Machine, units: int, compute_us: Callable[[float], float], collective_us: Callable[[float], float]
+    machine: Machine, units: int, compute_us: Cost, collective_us: Cost, *, equal: bool = False
 ) -> SlicedTime | None:
-    """The fastest of a few geometric series of slices; None where there is one unit only.
+    """The fastest of a few geometric series of slices, or `equal` ones of a unit each; None where there is one unit only.
 
     `compute_us(share)` is the time of the matmuls on a share of the whole, `collective_us(share)` that of its collective.
     """
-    times = {
-        slices: sliced_us(machine, slices, compute_us, collective_us)
-        for slices in series(units, _ratio(compute_us, collective_us))
-    }
-    if not times:
+    if units < 2:
         return None
+    compute_us, collective_us = cache(compute_us), cache(collective_us)
+    if equal:
+        candidates = [Slices(units, tuple(range(1, units + 1)))]
+    else:
+        candidates = list(series(units, _ratio(compute_us(Fraction(1)), collective_us(Fraction(1)))))
+    times = {slices: sliced_us(machine, slices, compute_us, collective_us) for slices in candidates}
     best_us = min(times.values())
     # A part in a million is no difference: fewer slices come first.
     best = next(slices for slices, us in times.items() if us <= best_us * (1 + 1e-6))
     return SlicedTime(best, times[best])
 
 
-def _ratio(compute_us: Callable[[float], float], collective_us: Callable[[float], float]) -> float:
-    whole_us = compute_us(1.0)
-    return min(max(collective_us(1.0) / whole_us if whole_us else STEEPEST, 1 / STEEPEST), STEEPEST)
+def _ratio(compute_us: float, collective_us: float) -> float:
+    return min(max(collective_us / compute_us if compute_us else STEEPEST, 1 / STEEPEST), STEEPEST)
 
 
 def series(units: int, ratio: float) -> Iterator[Slices]:
@@ -95,9 +100,7 @@ def _geometric(units: int, count: int, growth: float) -> Slices:
     return Slices(units, tuple(ends))
 
 
-def sliced_us(
-    machine: Machine, slices: Slices, compute_us: Callable[[float], float], collective_us: Callable[[float], float]
-) -> float:
+def sliced_us(machine: Machine, slices: Slices, compute_us: Cost, collective_us: Cost) -> float:
     """When the last collective is done: one after the other, each behind its slice, with the contention of the machine."""
     scale = max(machine.compute_scale, default=1.0)
     compute = [compute_us(share) * scale + machine.post_us for share in slices.shares]

@@ -234,6 +234,23 @@ def every_dim(
         )
 
 
+def all_reduces_in_slices() -> list[Record]:
+    """All-reduces by the library, of slices that are chosen and of two a rank, with generated kernels: they run in place."""
+    group = dist.group.WORLD
+    average = dist.get_backend() != "gloo"  # which has none
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = funcol.all_reduce(x @ w, "sum", group)
+        return torch.relu(h), funcol.all_reduce(torch.tanh(x @ w), "avg" if average else "sum", group) + 1
+
+    records = []
+    for m in (None, 2):
+        torch._dynamo.reset()
+        inputs = own(1, 36, K), shared(0, K, 10)
+        records += matches_eager(function, inputs, 2, True, schedule="library", slices_per_rank=m)
+    return records
+
+
 def user_code(average: bool) -> list[Record]:
     """Collectives of torch.distributed that write into a tensor of the caller."""
     ranks = dist.get_world_size()

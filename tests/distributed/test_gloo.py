@@ -83,6 +83,12 @@ def test_every_gather_and_scatter_dim_with_generated_kernels(world: Worlds) -> N
     assert rewritten(records) >= 8
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_all_reduces_in_slices_of_the_library(world: Worlds, ranks: int) -> None:
+    records = agreed(world(ranks).run(checks.all_reduces_in_slices))
+    assert [(record.schedule or "").partition(" ")[0] for record in records] == ["library"] * 4
+
+
 @pytest.mark.nightly
 def test_all_reduces_that_are_left_alone_train_as_under_plain_inductor(world: Worlds) -> None:
     left = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "never")))

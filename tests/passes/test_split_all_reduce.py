@@ -101,6 +101,20 @@ def test_the_split_is_used_exactly_where_it_is_predicted_to_pay(rows: int) -> No
     assert ("+" in (record.schedule or "")) == (rows == 8192)
 
 
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (4, 0, 2)])
+@pytest.mark.parametrize("made", [True, False])
+def test_a_sum_of_nothing_is_left_alone(shape: tuple[int, ...], made: bool) -> None:
+    """Whether a matmul makes it or not: a split along an empty dim has no blocks."""
+
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return all_reduce(x @ w if made else x) @ v
+
+    inputs = on_each_rank(2, shape, (shape[-1], shape[-1]), (shape[-1], 3))
+    (record,) = assert_equivalent(capture(function, inputs[0]), inputs).records
+    assert not record.rewritten
+    assert record.reason
+
+
 def looked_up(tokens: Tensor, table: Tensor, norm: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a table of which each rank has a part, summed: no matmul makes what travels."""
     y = all_reduce(F.embedding((tokens * 100).long() % table.shape[0], table))

@@ -18,13 +18,13 @@ from fo_compiler.testing import assert_equivalent
 from tests.graphs import capture
 from tests.recipes import GROUPS, Recipe, forward_of, inputs_of, recipes, step_of
 
-EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "200"))
 NIGHTLY_EXAMPLES = int(os.environ.get("FO_FUZZ_EXAMPLES", "10000"))
 
 forced = st.builds(
     Options,
     rewrite=st.just("always"),
-    schedule=st.sampled_from(["auto", "ring", "direct"]),
+    schedule=st.sampled_from(["auto", "ring", "direct", "library"]),
     slices_per_rank=st.sampled_from([1, 1, 2, 3]),
 )
 cases = st.sampled_from([2, 2, 3, 4]).flatmap(lambda ranks: st.tuples(st.just(ranks), recipes(ranks)))
@@ -46,7 +46,7 @@ def fuzz(examples: int) -> Any:
 
 
 @pytest.mark.slow
-@fuzz(EXAMPLES // 8)
+@fuzz(EXAMPLES)
 @given(cases, forced, st.booleans())
 def test_random_programs_give_what_they_give_with_plain_collectives(
     case: tuple[int, Recipe], options: Options, gradients: bool

@@ -63,14 +63,14 @@ def test_next_to_nothing_is_exposed_where_posts_are_free(ratio: float, most: flo
 
 def test_smaller_slices_come_last_where_communication_is_short_and_first_where_it_is_long() -> None:
     short, long = (
-        choose_slices(simple_machine(), 64, lambda share: 100 * share, lambda share, r=ratio: 100 * r * share)
+        choose_slices(simple_machine(), 64, lambda share: 100.0 * share, lambda share, r=ratio: 100 * r * share)
         for ratio in (0.3, 3.0)
     )
     assert short is not None
     assert long is not None
     assert list(short.slices.shares) == sorted(short.slices.shares, reverse=True)
     assert list(long.slices.shares) == sorted(long.slices.shares)
-    assert short.slices.describe() == f"library x{len(short.slices.ends)}"
+    assert Slices(8, (4, 7, 8)).describe() == "library x3 (4:3:1)"
 
 
 def test_what_a_slice_costs_limits_their_number() -> None:
@@ -83,6 +83,9 @@ def test_what_a_slice_costs_limits_their_number() -> None:
     assert count(20.0, 0.0) < count(1.0, 0.0)
     assert count(1.0, 5.0) < count(1.0, 0.0)
     assert choose_slices(simple_machine(), 1, lambda share: 1.0, lambda share: 1.0) is None
+    forced = choose_slices(simple_machine(), 6, lambda share: 1.0, lambda share: 1.0, equal=True)
+    assert forced is not None
+    assert forced.slices.describe() == "library x6 (1:1:1:1:1:1)"
 
 
 def test_the_slowest_rank_counts() -> None:

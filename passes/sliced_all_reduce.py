@@ -1,0 +1,170 @@
+"""An all-reduce slice by slice, by the library: the matmul makes a slice, whose all-reduce runs under the next one.
+
+    matmul -> all_reduce(x)     ->     mm, all_reduce, mm, all_reduce, mm, all_reduce, wait, wait, wait, cat
+
+Slices are of unequal size, so that the last all-reduce, which nothing hides, is a small one
+(`schedule/sliced_collective.py`). The library's sums are those of the plain collective: of the same dtype, and with the
+same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import prod
+
+from torch.fx import Graph, Node
+
+from ..errors import MachineError
+from ..options import LIBRARY, Options
+from ..schedule import Kind, Stream
+from ..schedule.choose import collective_us
+from ..schedule.machine import Machine
+from ..schedule.sliced_collective import SlicedTime, choose_slices
+from ..schedule.sliced_collective import Slices as Series
+from .decide import Product, first_factor, machine_of, product_of, slice_bytes_of
+from .edit import c10d
+from .regions import Region, plan_region
+from .rewrite import Writer, replace_region
+from .rules import aten
+from .separability import NotSeparable, Slices, example_shape, tensor_of
+from .sites import Site
+from .sizes import Size
+
+UNITS = 64  # how finely slices are sized
+
+
+@dataclass(frozen=True)
+class SlicedAllReduce:
+    """A region whose all-reduce runs by slices, and what that saves against the plain one."""
+
+    region: Region
+    series: Series
+    saved_us: float
+    reason: str
+
+    def describe(self) -> str:
+        return self.series.describe()
+
+
+def slice_all_reduce(site: Site, options: Options, reserved: frozenset[Node]) -> SlicedAllReduce | None:
+    """The all-reduce of `site` in slices; None where it has no matmul to be sliced with, or no slices are predicted to pay.
+
+    `reserved` is as for `decide`. With rewrite='always' no gain has to be predicted.
+    """
+    if options.schedule not in ("auto", LIBRARY) or site.ranks == 1:
+        return None
+    machine_of(options, tensor_of(site.value).device.type)
+    best: SlicedAllReduce | None = None
+    try:
+        for depth in (options.depth,) if options.depth is not None else (1, 2):
+            region = plan_region(site, options.slices_per_rank or max(1, UNITS // site.ranks), depth, reserved)
+            found = _predicted(region, options)
+            if found is not None and (best is None or found.saved_us > best.saved_us):
+                best = found
+    except (MachineError, NotSeparable):
+        return None
+    return best
+
+
+def _predicted(region: Region, options: Options) -> SlicedAllReduce | None:
+    site = region.site
+    machine = machine_of(options, tensor_of(site.value).device.type)
+    products = tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls)
+    equal = options.slices_per_rank is not None
+    chosen, plain_us = _chosen(machine, site.ranks, region.slices, products, slice_bytes_of(region), equal)
+    if chosen is None:
+        return None
+    # What the slices are joined by reads and writes the result once.
+    joined_us = (
+        2 * prod(example_shape(site.value)) * tensor_of(site.value).element_size() / (machine.matmul.memory_GBps * 1e3)
+    )
+    predicted_us = chosen.predicted_us + joined_us
+    saved_us = plain_us - predicted_us
+    if options.rewrite == "auto" and saved_us <= options.margin * plain_us:
+        return None
+    reason = (
+        f"predicted {saved_us / plain_us:.1%} faster on machine {machine.name} with the library's all-reduce of each slice "
+        f"behind its matmuls: plain {plain_us / 1e3:.4g} ms, {chosen.slices.describe()} {predicted_us / 1e3:.4g} ms"
+    )
+    if options.rewrite == "always":
+        reason = f"rewrite='always'; {reason}"
+    return SlicedAllReduce(region, chosen.slices, saved_us, reason)
+
+
+@lru_cache(maxsize=1024)  # the layers of a model ask the same question
+def _chosen(
+    machine: Machine,
+    ranks: int,
+    units: int,
+    products: tuple[tuple[Product, str], ...],
+    slice_bytes: float,
+    equal: bool,
+) -> tuple[SlicedTime | None, float]:
+    """The best slices, and the time of the plain all-reduce behind its matmuls."""
+    whole = Fraction(1)
+
+    def compute_us(share: Fraction) -> float:
+        # Measured times may say that slices take less than the whole does: the error of a measurement is no gain.
+        us = sum(product.share_us(machine, dtype, share) for product, dtype in products)
+        return us if share == whole else max(us, share * compute_us(whole))
+
+    def summed_us(share: Fraction) -> float:
+        return collective_us(Kind.ALL_REDUCE, machine, ranks, float(share) * slice_bytes)
+
+    scale = max(machine.scale(rank) for rank in range(ranks))
+    plain_us = compute_us(whole) * scale + summed_us(whole)
+    return choose_slices(machine, units, compute_us, summed_us, equal=equal), plain_us
+
+
+def rewrite_in_slices(graph: Graph, sliced: SlicedAllReduce, tag: str, which: str) -> None:
+    """Replace the region by its slices. The graph is valid before and after; nodes keep their values."""
+    replace_region(graph, sliced.region, lambda after: _Writer(graph, sliced, tag, which, after))
+
+
+@dataclass(frozen=True)
+class _Spans(Slices):
+    """Neighbouring slices of a region, taken together: span i is made of slices `ends[i - 1]` up to `ends[i]`."""
+
+    ends: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+    @property
+    def are_equal(self) -> bool:
+        return False
+
+    def bounds(self, index: int, row: Size) -> tuple[Size, Size]:
+        first = self.ends[index - 1] if index else 0
+        return super().bounds(first, row)[0], super().bounds(self.ends[index] - 1, row)[1]
+
+
+class _Writer(Writer):
+    def __init__(self, graph: Graph, sliced: SlicedAllReduce, tag: str, which: str, after: Node) -> None:
+        super().__init__(graph, sliced.region, None, tag, which, after)
+        units = self.slices
+        self.slices = _Spans(units.ranks, units.per_rank, units.rows, sliced.series.ends)
+
+    def _program(self) -> None:
+        for index in range(self.slices.count):
+            self._compute(index)
+            self.step += 1
+
+    def _accumulate(self, slice_: int, value: Node) -> None:
+        """Start the sum over the ranks of what is computed."""
+        op, group_name = self.site.collective.args[1:3]
+        assert self.site.collective.target is c10d.all_reduce.default
+        self.sums[slice_] = self._emit(
+            "sum", c10d.all_reduce.default, (value, op, group_name), slice_, stream=Stream.COMM, pinned=True
+        )
+
+    def _summed_result(self) -> Node:
+        parts = [
+            self._emit("wait", c10d.wait_tensor.default, (summed,), slice_, pinned=True)
+            for slice_, summed in self.sums.items()
+        ]
+        joined = parts[0] if len(parts) == 1 else self._emit("result", aten.cat.default, (parts, self.site.dim), None)
+        return self._with_strides_of(self.site.wait, joined)
