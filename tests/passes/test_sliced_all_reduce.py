@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fo_compiler.codegen.absent_gpu import CUDA, move_graph
 from fo_compiler.dump import graph_text
 from fo_compiler.options import Options
+from fo_compiler.passes.overlap_pass import overlap
+from fo_compiler.passes.races import find_races
+from fo_compiler.passes.sites import is_collective
+from fo_compiler.passes.streams import plan_of
 from fo_compiler.records import Record
 from fo_compiler.runtime.agreement import decisions
 from fo_compiler.runtime.local import LocalWorld
@@ -19,7 +25,7 @@ from fo_compiler.schedule.machine import CollectiveTime, Machine
 from fo_compiler.schedule.matmul import Roofline
 from fo_compiler.schedule.network import Uniform
 from fo_compiler.testing import assert_equivalent, rewrite_for_rank
-from tests.graphs import all_reduce, capture, reduce_scatter
+from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 from tests.passes.helpers import check_golden, on_each_rank, rewritten, tensors
 
 FORCED = Options(rewrite="always", schedule="library")
@@ -128,3 +134,27 @@ def test_ranks_that_would_sum_other_slices_do_not_agree() -> None:
         texts.add(str(decisions(published.records)))
     assert len(texts) == 2
     assert any("library x4 (1:1:1:1)" in text for text in texts)
+
+
+@pytest.mark.parametrize("slice_matmul", ["auto", "library", "triton"])
+def test_beside_regions_with_streams_it_stays_on_the_callers_stream(slice_matmul: str) -> None:
+    """On CUDA a gather's transfers have streams of ours, the library's all-reduce one of its own."""
+
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        h = all_gather(x, 0, 2) @ w
+        return all_reduce(h.relu() @ v)
+
+    gm = capture(function, tensors((4, 6), (6, 8), (8, 6)))
+    move_graph(gm, CUDA)
+    options = Options(
+        rewrite="always", machine="h100-nvlink", schedule="library", compute_streams=2, slice_matmul=slice_matmul
+    )
+    published = overlap(gm.graph, options, LocalWorld(2).transport(0), pin=False)
+    gathered, summed = (record.schedule or "" for record in published.records)
+    assert not gathered.startswith("library")
+    assert summed.startswith("library")
+    sums = [node for node in gm.graph.nodes if is_collective(node)]
+    assert len(sums) == int(summed.partition("x")[2].partition(" ")[0])
+    order = [node.name for node in gm.graph.nodes]
+    assert all(order.index(node.args[0].name) < order.index(node.name) for node in sums)
+    assert find_races(plan_of(gm.graph)) == []
