@@ -156,6 +156,8 @@ def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision
         )
         return Decision(plan(1), schedule, f"no prediction: {error}")
     reason = choice.reason
+    if not region.slicing.are_equal:
+        reason += f"; the {region.slicing.rows} rows of a rank in slices that differ by one row"
     example = example_shape(cut.value)
     if example != shape_of(cut.value):
         reason += f"; chosen for the sizes {list(example)} of the first call, and used for all sizes"

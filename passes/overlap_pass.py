@@ -20,7 +20,7 @@ from torch import fx
 from torch.fx import Graph, Node
 
 from ..dump import GraphDump
-from ..errors import OptionError
+from ..errors import OptionError, RewriteError
 from ..options import LIBRARY, Options
 from ..records import GraphRecords, Record, format_table, publish
 from ..runtime import ops
@@ -142,10 +142,24 @@ def overlap(graph: Graph, options: Options, groups: Groups, pin: bool = True) ->
         regions = [(r.tag, r.schedule, r.region.site.rank, r.prediction) for r in done if r.schedule is not None]
         dump.finish(graph, regions, published)
     if pin:
+        _keep_slices_long(done)
         pin_order(graph, everything=bool(done))
     trace_artifact(f"fo_compiler_{which}_records", lambda: format_table(published.records))
     publish(published)
     return published
+
+
+def _keep_slices_long(done: Sequence[Rewritten]) -> None:
+    """Guard that slices of symbolic, unequal sizes have two rows or more, as in the first call.
+
+    The graph is right for shorter ones, too. But Inductor asks of each slice whether it has no row, or one, and guards on
+    each answer, also with a remainder by a size that may be 0. This guard stands before these: a shorter length is
+    compiled anew, in fewer slices. As a plain bound of the size it would not: torch checks bounds last.
+    """
+    for region in (rewritten.region for rewritten in done):
+        size, slices = tensor_of(region.site.value).shape[region.site.dim], region.slices
+        if isinstance(size, torch.SymInt) and not region.slicing.are_equal and not size - size % slices >= 2 * slices:
+            raise RewriteError(f"{size} rows are too few for {slices} slices: this is a bug")
 
 
 def _graph_digest(graph: Graph) -> str:

@@ -34,6 +34,16 @@ def test_one_compile_serves_all_lengths(world: Callable[[int], World], kind: str
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["sequence parallel", "scattered"])
+def test_one_compile_of_unequal_slices_serves_all_lengths_of_two_rows_a_slice(
+    world: Callable[[int], World], kind: str
+) -> None:
+    for records, compiles in world(2).run(shape_checks.changing_lengths, kind, 1, True, True):
+        assert compiles == 1
+        assert {"x3" in (record.schedule or "") for record in records} == {True, False}, records
+
+
+@pytest.mark.nightly
 def test_a_length_that_changes_is_compiled_once_more_and_is_symbolic_then(world: Callable[[int], World]) -> None:
     for records, compiles in world(2).run(shape_checks.changing_lengths, "sequence parallel", 1, False):
         assert compiles == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from hypothesis import given
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 
 from fo_compiler.dump import graph_text
 from fo_compiler.options import Options
+from fo_compiler.passes.overlap_pass import overlap
 from fo_compiler.passes.separability import Cut, Slices, bounds
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.local import LocalWorld
@@ -162,6 +164,21 @@ def test_one_graph_serves_every_length_without_a_guard(function: Graph) -> None:
         wanted = run_ranks(lambda _: gm, inputs_at(length), LocalWorld(N))
         got = run_ranks(lambda rank: done[rank][0], inputs_at(length), LocalWorld(N))
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiler_is_told_first_that_symbolic_slices_have_two_rows() -> None:
+    """What it asks of them itself ends in guards that divide by their sizes, which are 0 for short lengths."""
+    gm = capture(gather, inputs_at(6)[0], {0: (1,)})
+    env = gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape[1].node.shape_env
+    known = len(env.guards)
+    records = overlap(gm.graph, forced("ring", 3), LocalWorld(N).transport(0), pin=True)
+    assert "slices that differ by one row" in records.records[0].reason
+    (guard,) = env.guards[known:]
+    (s,) = guard.expr.free_symbols
+    assert [bool(guard.expr.xreplace({s: sympy.Integer(length)})) for length in (0, 2, 5, 6, 7)] == [False] * 3 + [
+        True
+    ] * 2
+    assert env.var_to_range[s].lower <= 2, "a bound would be checked last"
 
 
 def test_equal_slices_need_no_shape_of_what_is_received() -> None:
