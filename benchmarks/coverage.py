@@ -53,6 +53,16 @@ ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "test_one_graph_serves_all_sizes_without_a_guard",
     ),
     ("the same, compiled", "test_backend.py", "test_a_symbolic_graph_is_rewritten_once_and_serves_other_sizes"),
+    (
+        "slices that differ by a row, every kind",
+        "passes/test_unequal_slices.py",
+        "test_every_kind_is_cut_as_finely_as_asked",
+    ),
+    (
+        "the same for every length, with one graph",
+        "passes/test_unequal_slices.py",
+        "test_one_graph_serves_every_length_without_a_guard",
+    ),
     ("sizes that do not divide, and none at all", "test_backend.py", "test_an_uneven_or_empty_size_does_not_crash"),
     ("attention along query rows", "passes/test_attention.py", "test_query_rows_leave_slice_by_slice"),
     (

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tuple[int, ...]]:
-    """The machine, the region in numbers, and the numbers of slices that divide it."""
+    """The machine, the region in numbers, and the numbers of slices that it has rows for."""
     by_time = args.compute_ms is not None or args.transfer_ms is not None
     by_shape = any(value is not None for value in (args.m, args.k, args.n, args.machine))
     asked = tuple(args.slices_per_rank or DEFAULT_SLICES_PER_RANK)
@@ -108,14 +108,15 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
         raise OptionError(f"a region by shape also needs {', '.join('--' + name for name in missing)}")
     machine = find_machine(args.machine)
     dtype, ranks = dtype_name(args.dtype), args.ranks
-    allowed = tuple(m for m in asked if args.m % (ranks * m) == 0)
-    if not allowed:
-        wanted = " or ".join(str(ranks * m) for m in asked)
-        raise OptionError.wrong("--m", f"rows that {wanted} (ranks times slices a rank) divides", args.m)
     rows = args.m // ranks
+    allowed = tuple(m for m in asked if m <= rows)
+    if not allowed or args.m % ranks:
+        raise OptionError.wrong(
+            "--m", f"a multiple of the {ranks} ranks, with {min(asked)} rows a rank or more", args.m
+        )
     columns = max(args.k, args.n) if kind is Kind.CHAIN else args.k if kind.arrives_first else args.n
     region = Region(
-        lambda m: machine.matmul_us(rows // m, args.k, args.n, dtype),
+        lambda m: machine.matmul_us(-(-rows // m), args.k, args.n, dtype),
         rows * columns * DTYPE_BYTES[dtype],
         whole_compute_us=machine.matmul_us(args.m, args.k, args.n, dtype),
     )

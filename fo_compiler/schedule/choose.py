@@ -180,7 +180,8 @@ def choose(
     """Choose among `families` x `slices_per_rank` and leaving the region alone.
 
     `families=None` means every family of the kind; a caller that forces a schedule passes one family and one number, and may
-    use `choice.schedule` whatever `choice.rewrite` says. Only numbers of slices that divide the region may be passed.
+    use `choice.schedule` whatever `choice.rewrite` says. Only numbers of slices that the region
+    has rows for may be passed; slices that differ by a row are taken to be equal, of the longest.
 
     Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
     """

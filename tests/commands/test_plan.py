@@ -118,7 +118,7 @@ def test_the_svg_is_a_picture_of_every_span(tmp_path: Path, capsys: pytest.Captu
         (["--m", "64", "--k", "64", "--n", "64"], "also needs --machine"),
         (
             ["--m", "63", "--k", "64", "--n", "64", "--machine", "h100-nvlink"],
-            "'--m': expected rows that 4 or 8",
+            "'--m': expected a multiple of the 4 ranks",
         ),
         (["--m", "64", "--k", "64", "--n", "64", "--machine", "h100-nvlnk"], "Did you mean 'h100-nvlink'"),
         (["--compute-ms", "1", "--transfer-ms", "1", "--schedule", "spiral"], "no schedule family 'spiral'"),
