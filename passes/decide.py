@@ -31,6 +31,9 @@ from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, te
 from .sites import Site
 from .sizes import SizeNodes, UnknownSize
 
+# Rows in the first call of a slice of symbolic size, where nobody asks for more slices. Lengths of less than two rows a slice are
+# compiled anew, so there is room for shorter ones; and thinner slices hardly pay.
+LONG_ROWS = 16
 DEEPEST = 4  # matmuls that a region may have one behind the other: out of attention's two, and beyond
 
 
@@ -140,7 +143,8 @@ def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision
     _check_sizes(region)
     cut = region.site  # with the dim that it is cut along
     wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
-    numbers = tuple(m for m in wanted if m <= most_slices(cut) or slices_of(cut, m).are_equal)
+    most = most_slices(cut, LONG_ROWS if options.slices_per_rank is None else 2)
+    numbers = tuple(m for m in wanted if m <= most or slices_of(cut, m).are_equal)
     try:
         choice = _predict(region, options, numbers)
         while choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:

@@ -218,13 +218,13 @@ def slices_of(site: Site, slices_per_rank: int) -> Slices:
     return Slices.of(share, site.ranks, slices_per_rank)
 
 
-def most_slices(site: Site) -> int:
-    """How many slices a rank may have: of a row each, or of two in the first call where their number is symbolic.
+def most_slices(site: Site, symbolic_rows: int = 2) -> int:
+    """How many slices a rank may have: of a row each, or of `symbolic_rows` in the first call where their number is symbolic.
 
     Raises NotSeparable where it depends on data.
     """
     share = example_shape(site.value)[site.dim] // site.ranks
-    return share if isinstance(shape_of(site.value)[site.dim], int) else max(1, share // 2)
+    return share if isinstance(shape_of(site.value)[site.dim], int) else max(1, share // symbolic_rows)
 
 
 def _slice_counts(site: Site, at_most: int) -> list[int]:

@@ -14,13 +14,18 @@ from torch import Tensor, fx
 
 from fo_compiler.dump import graph_text
 from fo_compiler.options import Options
+from fo_compiler.passes import decide
 from fo_compiler.passes.overlap_pass import overlap
+from fo_compiler.passes.regions import Region
 from fo_compiler.passes.separability import Cut, Slices, bounds
+from fo_compiler.passes.sites import Site
+from fo_compiler.passes.sizes import sizes_from_inputs
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.local import LocalWorld
+from fo_compiler.schedule.choose import Choice
 from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
 from tests.graphs import all_gather, all_reduce, all_to_all, capture, reduce_scatter
-from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, tensors
+from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, sites, tensors
 
 N = 3
 Graph = Callable[..., tuple[Tensor, ...]]
@@ -164,6 +169,25 @@ def test_one_graph_serves_every_length_without_a_guard(function: Graph) -> None:
         wanted = run_ranks(lambda _: gm, inputs_at(length), LocalWorld(N))
         got = run_ranks(lambda rank: done[rank][0], inputs_at(length), LocalWorld(N))
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("length", "m"), [(31, 1), (33, 2), (70, 4)])
+def test_symbolic_slices_are_long_in_the_first_call(length: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one compile serves lengths that are shorter, too."""
+    gm = capture(gather, inputs_at(length)[0], {0: (1,)})
+    sizes_from_inputs(gm.graph)
+    (site,) = sites(gm, N)
+    assert isinstance(site, Site)
+    asked: list[tuple[int, ...]] = []
+
+    def predict(region: Region, options: Options, numbers: tuple[int, ...]) -> Choice:
+        asked.append(numbers)
+        return plain_predict(region, options, numbers)
+
+    plain_predict = decide._predict
+    monkeypatch.setattr(decide, "_predict", predict)
+    decide.decide(site, Options(rewrite="always"))
+    assert max(asked[0]) == m
 
 
 def test_a_compiler_is_told_first_that_symbolic_slices_have_two_rows() -> None:
