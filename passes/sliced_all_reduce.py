@@ -23,9 +23,9 @@ from ..schedule.choose import collective_us
 from ..schedule.machine import Machine
 from ..schedule.sliced_collective import SlicedTime, choose_slices
 from ..schedule.sliced_collective import Slices as Series
-from .decide import Product, first_factor, machine_of, product_of, slice_bytes_of
+from .decide import LONG_ROWS, Product, first_factor, machine_of, product_of, slice_bytes_of
 from .edit import c10d
-from .regions import Region, plan_region
+from .regions import Region, most_slices, plan_region
 from .rewrite import Writer, replace_region
 from .rules import aten
 from .separability import NotSeparable, Slices, example_shape, tensor_of
@@ -58,8 +58,9 @@ def slice_all_reduce(site: Site, options: Options, reserved: frozenset[Node]) ->
     machine_of(options, tensor_of(site.value).device.type)
     best: SlicedAllReduce | None = None
     try:
+        finest = options.slices_per_rank or max(1, min(UNITS // site.ranks, most_slices(site, LONG_ROWS)))
         for depth in (options.depth,) if options.depth is not None else (1, 2):
-            region = plan_region(site, options.slices_per_rank or max(1, UNITS // site.ranks), depth, reserved)
+            region = plan_region(site, finest, depth, reserved)
             found = _predicted(region, options)
             if found is not None and (best is None or found.saved_us > best.saved_us):
                 best = found

@@ -24,7 +24,7 @@ from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.schedule.machine import CollectiveTime, Machine
 from fo_compiler.schedule.matmul import Roofline
 from fo_compiler.schedule.network import Uniform
-from fo_compiler.testing import assert_equivalent, rewrite_for_rank
+from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
 from tests.graphs import all_gather, all_reduce, capture, reduce_scatter
 from tests.passes.helpers import check_golden, on_each_rank, rewritten, tensors
 
@@ -158,3 +158,23 @@ def test_beside_regions_with_streams_it_stays_on_the_callers_stream(slice_matmul
     order = [node.name for node in gm.graph.nodes]
     assert all(order.index(node.args[0].name) < order.index(node.name) for node in sums)
     assert find_races(plan_of(gm.graph)) == []
+
+
+def test_one_graph_serves_every_length_that_has_rows_for_its_slices() -> None:
+    """Symbolic rows: slices of sixteen rows or more in the first call."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        torch._check(x.shape[0] % 2 == 0)
+        return reduced(x, w)
+
+    gm = capture(function, tensors((94, 4), (4, 7)), {0: (0,)})
+    _, published = rewrite_for_rank(gm, FORCED, LocalWorld(2).transport(0))
+    assert published.records[0].rewritten
+    for rows in (94, 8, 200):
+        inputs = on_each_rank(2, (rows, 4), (4, 7))
+        world = LocalWorld(2)
+        graphs = [rewrite_for_rank(gm, FORCED, world.transport(rank))[0] for rank in range(2)]
+        want = inputs[0][0] @ inputs[0][1] + inputs[1][0] @ inputs[1][1]
+        for got in run_ranks(lambda rank, graphs=graphs: graphs[rank], inputs, world):
+            (value,) = got if isinstance(got, (tuple, list)) else (got,)
+            torch.testing.assert_close(value, torch.relu(want))
