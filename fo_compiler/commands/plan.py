@@ -108,11 +108,12 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
         raise OptionError(f"a region by shape also needs {', '.join('--' + name for name in missing)}")
     machine = find_machine(args.machine)
     dtype, ranks = dtype_name(args.dtype), args.ranks
-    rows = args.m // ranks
+    blocks = kind.blocks(ranks)
+    rows = args.m // blocks
     allowed = tuple(m for m in asked if m <= rows)
-    if not allowed or args.m % ranks:
+    if not allowed or args.m % blocks:
         raise OptionError.wrong(
-            "--m", f"a multiple of the {ranks} ranks, with {min(asked)} rows a rank or more", args.m
+            "--m", f"a multiple of the {blocks} blocks of a matmul, with {min(asked)} rows each or more", args.m
         )
     columns = max(args.k, args.n) if kind is Kind.CHAIN else args.k if kind.arrives_first else args.n
     region = Region(
@@ -177,7 +178,8 @@ def _formula(kind: Kind, machine: Machine, schedule: Schedule, region: Region) -
     contended = machine.compute_slowdown > 1 or machine.transfer_slowdown > 1
     if values is None or form is None:
         return []
-    if contended and (kind is Kind.ALL_REDUCE or schedule.slices_per_rank > 1):
+    exposed = kind in closed_form.EXPOSED
+    if contended and (exposed or schedule.slices_per_rank > 1):
         return []
     if not contended and not closed_form.evaluate(form.valid, values):
         return []
@@ -189,7 +191,7 @@ def _formula(kind: Kind, machine: Machine, schedule: Schedule, region: Region) -
         "       with " + ", ".join(f"{symbol} = {values[symbol]:.6g}" for symbol in used)
         + f": {closed_form.evaluate(makespan, values) / 1e3:.4f} ms",
     ]  # fmt: skip
-    if not contended and kind is not Kind.ALL_REDUCE:
+    if not contended and not exposed:
         holds = "holds" if closed_form.evaluate(form.hidden, values) else "does not hold"
         lines.append(
             f"all hidden if t_l + t_b <= m t_c and t_l + (N - 1) m t_b <= (N m - 1) t_c, overheads aside: {holds}"

@@ -9,7 +9,8 @@ The bound is the largest of these, for `n = (N - 1) m` slices that have to cross
     cut        what has to enter (or leave) a group of ranks does so through the links and ports that cross its border
 
 Kinds in which results leave are the mirror image in time: `last` is then the first departure. An all-reduce has both,
-and in all moves 2 (N - 1) messages a slice. The reasons are written out in docs/scheduling.md.
+and in all moves 2 (N - 1) messages a slice. In an all-gather of results a rank computes m slices, and what it computes last
+reaches the others after that. The reasons are written out in docs/scheduling.md.
 """
 
 from __future__ import annotations
@@ -116,6 +117,9 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
                 Bound(ranks * m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some
             ]
         return max(bounds, key=lambda bound: bound.us)
+    if kind is Kind.ALL_GATHER_OUT:
+        bounds += _gather_out_bounds(machine, ranks, m, cost, t_c, some, groups, distance)
+        return max(bounds, key=lambda bound: bound.us)
     if kind is Kind.CHAIN:
         bounds += _chain_bounds(machine, ranks, m, cost, t_c, some, groups)
         return max(bounds, key=lambda bound: bound.us)
@@ -160,7 +164,7 @@ def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost,
     messages = (ranks * m) if kind is Kind.ALL_REDUCE else (ranks - 1) * m
     if kind is Kind.CHAIN and machine.is_uniform:
         messages *= 2  # one that arrives and one that leaves; on unlike ranks the average is not everybody's
-    work = ranks * m * cost.compute_us * scale + messages * machine.post_us
+    work = kind.blocks(ranks) * m * cost.compute_us * scale + messages * machine.post_us
     if kind.reduces:
         # Somebody adds N - 1 partial sums for each slice; only on alike ranks is the average everybody's.
         adds = (ranks - 1) * m if machine.is_uniform else m if kind is Kind.REDUCE_SCATTER else 0
@@ -170,7 +174,8 @@ def _work_us(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost,
         # What leaves takes the same port as what enters; some rank moves at least the average.
         moving = 2 * messages * _Border.both_ways(machine, ranks, cost).slice_us
     else:
-        moving = messages * _Border.of(machine, ranks, [rank], cost, mirrored=not kind.arrives_first).slice_us
+        mirrored = not kind.arrives_first and kind is not Kind.ALL_GATHER_OUT  # there they enter all the same
+        moving = messages * _Border.of(machine, ranks, [rank], cost, mirrored=mirrored).slice_us
     c, d = machine.compute_slowdown, machine.transfer_slowdown
     return work + min(moving, d * moving * (1 - 1 / c))
 
@@ -209,6 +214,39 @@ def _all_reduce_bounds(
     latency_us, ports_GBps = _all_ports(machine, ranks)
     total = 2 * (ranks - 1) * slices * cost.slice_bytes / (ports_GBps * BYTES_PER_US_PER_GBPS)
     bounds.append(Bound(first + latency_us + total, f"{2 * (ranks - 1) * slices} messages through all ports"))
+    return bounds
+
+
+def _gather_out_bounds(
+    machine: Machine,
+    ranks: int,
+    m: int,
+    cost: RegionCost,
+    t_c: list[float],
+    some: list[int],
+    groups: list[frozenset[int]],
+    distance: list[list[float]],
+) -> list[Bound]:
+    """The slices of all others enter each rank: none before it is computed, and the last of each when all of them are."""
+    bounds = []
+    half_duplex = machine.is_uniform and _is_half_duplex(machine)
+    for inside in (*(frozenset({r}) for r in some), *groups):
+        outside = [rank for rank in range(ranks) if rank not in inside]
+        names = ", ".join(map(str, sorted(inside)[:4])) + (", ..." if len(inside) > 4 else "")
+        for mirrored, makers in ((False, outside), (True, sorted(inside))):
+            border = _Border.of(machine, ranks, inside, cost, mirrored=mirrored)
+            if half_duplex:  # what enters takes the same port as what leaves: as much, as all ranks are alike
+                border, makers = _Border.both_ways(machine, ranks, cost), 2 * outside
+            first, verb = min(t_c[rank] for rank in makers), "leave" if mirrored else "enter"
+            bounds += [
+                Bound(
+                    computed * first + border.nth_us(len(makers) * (m - computed + 1)),
+                    f"{len(makers) * (m - computed + 1)} slices {verb} {names} after {computed} of each are computed",
+                )
+                for computed in {1, m}
+            ]
+    if distance:
+        bounds += [Bound(m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some]
     return bounds
 
 

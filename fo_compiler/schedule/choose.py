@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .bound import Bound, Certificate, lower_bound
@@ -42,14 +42,16 @@ class Region:
     - `compute_us(m)`: time of the body on one slice when every rank's share is cut in `m` (kernel launches included)
     - `slice_bytes`: bytes of one rank's slice at m = 1: the shard of a gather, the scattered part of a reduce-scatter,
       1 / N of an all-reduce, one block of an all-to-all, the larger of the two of a chain
-    - `whole_compute_us`: time of the uncut body; None = N slices at m = 1
+    - `whole_compute_us`: time of the uncut body; None = N slices at m = 1 (one where a rank computes its own alone)
     - `add_us(m)`: time to add one received partial sum; None = by the machine's memory bandwidth
+    - `finish_us`: time after the last slice, to put the result together, that the plain collective does not take
     """
 
     compute_us: Callable[[int], float]
     slice_bytes: float
     whole_compute_us: float | None = None
     add_us: Callable[[int], float] | None = None
+    finish_us: float = 0.0
 
     def cost(self, kind: Kind, machine: Machine, m: int) -> RegionCost:
         size_bytes = self.slice_bytes / m
@@ -58,8 +60,12 @@ class Region:
             add_us = self.add_us(m) if self.add_us is not None else machine.add_us(size_bytes)
         return RegionCost(self.compute_us(m), size_bytes, add_us)
 
-    def whole_us(self, ranks: int) -> float:
-        return self.whole_compute_us if self.whole_compute_us is not None else ranks * self.compute_us(1)
+    def whole_us(self, kind: Kind, ranks: int) -> float:
+        return self.whole_compute_us if self.whole_compute_us is not None else kind.blocks(ranks) * self.compute_us(1)
+
+    def bound(self, kind: Kind, machine: Machine, ranks: int, m: int) -> Bound:
+        bound = lower_bound(kind, machine, ranks, m, self.cost(kind, machine, m))
+        return replace(bound, us=bound.us + self.finish_us)
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ def collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) 
         return 0.0
     if kind is Kind.CHAIN:
         return sum(collective_us(half, machine, ranks, slice_bytes) for half in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+    kind = kind.collective
     measured_us = machine.collective_us(kind, ranks, slice_bytes)
     return _collective_us(kind, machine, ranks, slice_bytes) if measured_us is None else measured_us
 
@@ -148,6 +155,8 @@ def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
     if kind is Kind.CHAIN:
         return tuple(FAMILIES[kind])
+    if kind is Kind.ALL_GATHER_OUT and ranks > HUGE_GROUP:
+        return ()  # every slice has N - 1 messages: they take seconds to simulate, and most of the time of a small slice
     if is_irregular(machine):
         return (*FAMILIES[kind], SEARCHED) if ranks <= LARGE_GROUP or not kind.is_all_to_all else ("direct", SEARCHED)
     if kind.is_all_to_all:  # to relay slices only pays where links differ
@@ -186,12 +195,12 @@ def choose(
     Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
     """
     scale = max(machine.scale(rank) for rank in range(ranks))
-    whole_us = region.whole_us(ranks) * scale
+    whole_us = region.whole_us(kind, ranks) * scale
     communication_us = collective_us(kind, machine, ranks, region.slice_bytes)
     plain_us = whole_us + communication_us
     candidates: list[Candidate] = []
     too_large: list[str] = []
-    bounds = {m: lower_bound(kind, machine, ranks, m, region.cost(kind, machine, m)) for m in slices_per_rank}
+    bounds = {m: region.bound(kind, machine, ranks, m) for m in slices_per_rank}
     fastest_us = math.inf
     before: dict[str, float] = {}  # each family's time with the number of slices before this one
     hopeless: set[str] = set()
@@ -208,15 +217,13 @@ def choose(
                 too_large.append(f"{schedule.describe()} ({_bytes(buffer_bytes)})")
                 continue
             simulation = simulate(schedule, machine, cost)
-            fastest_us = min(fastest_us, simulation.makespan_us)
+            us = simulation.makespan_us + region.finish_us
+            fastest_us = min(fastest_us, us)
             # Finer slices first help, then harm: what got slower, or is far behind, is not tried any finer.
-            if simulation.makespan_us > before.get(family, FAR_BEHIND * fastest_us):
+            if us > before.get(family, FAR_BEHIND * fastest_us):
                 hopeless.add(family)
-            before[family] = simulation.makespan_us
-            certificate = Certificate(simulation.makespan_us, bounds[m])
-            candidates.append(
-                Candidate(schedule, simulation.makespan_us, simulation.exposed_us, buffer_bytes, certificate)
-            )
+            before[family] = us
+            candidates.append(Candidate(schedule, us, simulation.exposed_us, buffer_bytes, Certificate(us, bounds[m])))
     # A part in a million is no difference: the candidate named first is the simpler one.
     best = next((c for c in candidates if c.predicted_us <= fastest_us * (1 + 1e-6)), None)
     bound = min(bounds.values(), key=lambda bound: bound.us, default=Bound(whole_us, "its compute"))

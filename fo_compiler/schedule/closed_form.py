@@ -10,6 +10,9 @@ transfers of a link flow one after the other. So the makespan is the longest pat
 over N m - 1 advances. The time of a path is linear in how many transfers it takes, so the longest takes none, one, or N - 1.
 With contention compute and transfer stretch each other, which is a formula for m = 1.
 
+In an all-gather of results the N - 1 messages of a slice start together, and a port never rests while there are some: the
+makespan is the time at which a message can start, and then all that are left, for the message that makes this largest.
+
     sympy.pprint(closed_form(Kind.ALL_GATHER, "ring").makespan)
 """
 
@@ -45,6 +48,10 @@ d = Symbol("d", positive=True)  # a transfer is slower by this while an end comp
 
 # The same for a region that may be cut: t_c = T / m + e, t_b = B / m + g.
 T, e, B, g = _positive("T"), Symbol("e", nonnegative=True), _positive("B"), Symbol("g", nonnegative=True)
+
+
+# Kinds whose last transfers have no compute to hide under.
+EXPOSED = (Kind.ALL_REDUCE, Kind.ALL_GATHER_OUT)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ def closed_form(kind: Kind, family: str) -> ClosedForm | None:
     add = t_a if kind.reduces else Integer(0)
     if kind is Kind.ALL_REDUCE:
         return _all_reduce(family)
+    if kind is Kind.ALL_GATHER_OUT:
+        return _gather_out(family)
     if kind is Kind.CHAIN:
         return None
     if family == "ring" and not kind.is_all_to_all:
@@ -126,9 +135,31 @@ def _all_reduce(family: str) -> ClosedForm | None:
     return ClosedForm(N * m * t_c + (N - 1) * m * t_a + exposed, fits, S.false)
 
 
+def _messages_left() -> list[Expr]:
+    """When a message can start, with all that follow it: the first of the first slice, the first and last of the last.
+
+    This is linear in the numbers of the slice and of the message. Where posts are slower than messages, which makes the last of
+    the first slice later than its first, the last of all is later still.
+    """
+    return [
+        slice_ * t_c
+        + ((slice_ - 1) * (N - 1) + message) * t_o
+        + latency
+        + ((m - slice_ + 1) * (N - 1) - message + 1) * t_b
+        for slice_, message in ((Integer(1), Integer(1)), (m, Integer(1)), (m, N - 1))
+    ]
+
+
+def _gather_out(family: str) -> ClosedForm | None:
+    """The transfers of the last slice are exposed by nature."""
+    if family != "direct":
+        return None
+    return ClosedForm(Piecewise((m * t_c, Eq(N, 1)), (Max(*_messages_left()), True)), S.true, S.false)
+
+
 def contended_makespan(kind: Kind) -> Expr:
-    """A ring or direct schedule of one slice a rank (m = 1) with contention `c` and `d`; not for an all-reduce."""
-    assert kind is not Kind.ALL_REDUCE
+    """A ring or direct schedule of one slice a rank (m = 1) with contention `c` and `d`; not where a tail is exposed."""
+    assert kind not in EXPOSED
     under_compute = latency + d * t_b  # a transfer all of which runs under compute
     together = Piecewise(
         (t_c + under_compute * (1 - 1 / c), under_compute <= c * t_c),
@@ -138,20 +169,26 @@ def contended_makespan(kind: Kind) -> Expr:
     return t_c + (N - 1) * (t_o + together + (t_a if kind.reduces else 0))
 
 
+def _straight_paths(add: Expr) -> list[Expr]:
+    """The paths of `_paths`, without the maxima in them."""
+    overhead, steps = t_o + add, N * m - 1
+    paths = [N * m * t_c + (N - 1) * m * overhead]
+    for count in (Integer(1), N - 1):
+        for step in (t_c + overhead, t_b):
+            paths.append(t_c + count * (overhead + latency + t_b) + (steps - count * m) * step)
+    return paths
+
+
 @lru_cache(maxsize=8)
 def slice_curves(kind: Kind) -> tuple[tuple[Expr, Expr, Expr], ...]:
     """The makespan of a region that may be cut as the largest of curves `p / m + q + r m`, each given as (p, q, r).
 
     t_c = T / m + e and t_b = B / m + g. No p and no r is negative, so the makespan is convex in m: it has one valley.
     """
-    add = t_a if kind.reduces else Integer(0)
-    overhead, steps = t_o + add, N * m - 1
-    paths = [N * m * t_c + (N - 1) * m * overhead]
-    for count in (Integer(1), N - 1):
-        for step in (t_c + overhead, t_b):
-            paths.append(t_c + count * (overhead + latency + t_b) + (steps - count * m) * step)
     curves = []
-    for path in paths:
+    for path in (
+        _messages_left() if kind is Kind.ALL_GATHER_OUT else _straight_paths(t_a if kind.reduces else Integer(0))
+    ):
         polynomial = sympy.Poly(sympy.expand(path.subs({t_c: T / m + e, t_b: B / m + g}) * m), m)
         p, q, r = (polynomial.coeff_monomial(m**power) for power in range(3))
         curves.append((p, q, r))
@@ -190,11 +227,13 @@ def _positive_roots(a: float, b: float, c_: float) -> list[float]:
 def values_for(
     kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, cost: RegionCost
 ) -> dict[Symbol, float] | None:
-    """The numbers for a region on a machine, or None where the machine is not uniform."""
+    """The numbers for a region on a machine, or None where the machine is not uniform, or the formulas do not fit it."""
     network = machine.network
     if not isinstance(network, Uniform) or not machine.is_uniform:
         return None
     port = network.port_GBps or network.bandwidth_GBps
+    if kind is Kind.ALL_GATHER_OUT and port > network.bandwidth_GBps:
+        return None  # several links at once are then faster than one after the other
     wire_GBps = min(network.bandwidth_GBps, port if network.full_duplex else port / 2)
     alone_GBps = min(network.bandwidth_GBps, port)
     scale = machine.scale(0)

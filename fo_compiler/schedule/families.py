@@ -14,7 +14,8 @@ computes), `hop = p // m` the distance of its owner.
 
 A chain of gather and scatter has a ring and a direct form (`chain.py`).
 
-A kind in which results leave is the reverse of one in which slices arrive (`transform.py`).
+A kind in which results leave is made from one in which slices arrive (`transform.py`): its reverse, but for an all-gather of
+results, where the gather runs part by part behind the computes.
 
 Source: arXiv 2604.24013, section 3.
 """
@@ -25,7 +26,7 @@ from collections.abc import Callable
 
 from .chain import direct_chain, ring_chain
 from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Wait
-from .transform import all_reduce, reverse
+from .transform import all_reduce, gather_out, reverse
 from .two_level import two_level_all_gather, two_level_all_to_all
 
 
@@ -193,6 +194,10 @@ def _all_reduce_of(gather: Callable[[int, int], Program]) -> Callable[[int, int]
     return lambda ranks, m: all_reduce(gather(ranks, 1), m)
 
 
+def _gather_out_of(gather: Callable[[int, int], Program]) -> Callable[[int, int], Program]:
+    return lambda ranks, m: gather_out(gather(ranks, 1), m)
+
+
 FAMILIES: dict[Kind, dict[str, Callable[[int, int], Program]]] = {
     Kind.ALL_GATHER: {
         "ring": ring_all_gather,
@@ -219,6 +224,11 @@ FAMILIES: dict[Kind, dict[str, Callable[[int, int], Program]]] = {
         "direct": _out_of(direct_all_to_all),
         "ring": _out_of(ring_all_to_all),
         "bidirectional": _out_of(bidirectional_all_to_all),
+    },
+    Kind.ALL_GATHER_OUT: {
+        "direct": _gather_out_of(direct_all_gather),
+        "ring": _gather_out_of(ring_all_gather),
+        "bidirectional": _gather_out_of(bidirectional_all_gather),
     },
 }
 FAMILY_NAMES = ("ring", "bidirectional", "direct")  # those that need no more than the number of ranks
@@ -256,6 +266,8 @@ def _two_level(kind: Kind, ranks: int, m: int, k: int) -> Program:
             return reverse(two_level_all_gather(ranks, m, k), reduces=True)
         case Kind.ALL_REDUCE:
             return all_reduce(two_level_all_gather(ranks, 1, k), m)
+        case Kind.ALL_GATHER_OUT:
+            return gather_out(two_level_all_gather(ranks, 1, k), m)
         case Kind.ALL_TO_ALL:
             return two_level_all_to_all(ranks, m, k)
         case _:

@@ -40,6 +40,13 @@ def interpret_reduce_scatter(schedule: Schedule, partial: Callable[[int, int], T
     return [[state.sums[s] for s in schedule.owned_by(state.rank)] for state in world.run()]
 
 
+def interpret_all_gather_out(schedule: Schedule, body: Callable[[int], Tensor]) -> list[list[Tensor]]:
+    """Gather the results of `body(slice)`. Returns for each rank all `N * m` of them, in the order of the slices."""
+    assert schedule.kind is Kind.ALL_GATHER_OUT
+    world: World[Tensor] = World(schedule, lambda rank, slice_, _: body(slice_), add=lambda a, b: a + b)
+    return [[state.ready[s] for s in schedule.arriving_at(state.rank)] for state in world.run()]
+
+
 def interpret_chain(
     schedule: Schedule, shards: Sequence[Sequence[Tensor]], body: Callable[[int, Tensor], Tensor]
 ) -> list[list[Tensor]]:

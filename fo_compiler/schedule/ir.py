@@ -10,6 +10,8 @@ For three kinds slice `owner * m + part` is *owned* by one rank, and every rank 
 - `CHAIN`: an all-gather and a reduce-scatter of the same slices. The owner holds a slice at the start, every rank
   computes a partial sum from it, and the owner holds the full sum at the end.
 
+In an `ALL_GATHER_OUT` a rank computes the slices that it owns alone, and in the end every rank holds all of them.
+
 For an all-to-all slice `(source * N + destination) * m + part` goes from one rank to one other:
 
 - `ALL_TO_ALL`: the source holds it at the start, the destination computes it.
@@ -33,6 +35,7 @@ class Kind(str, Enum):
     ALL_REDUCE = "all_reduce"
     ALL_TO_ALL = "all_to_all"
     ALL_TO_ALL_OUT = "all_to_all_out"
+    ALL_GATHER_OUT = "all_gather_out"
     CHAIN = "chain"
 
     @property
@@ -45,6 +48,15 @@ class Kind(str, Enum):
         return self in (Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_OUT)
 
     @property
+    def collective(self) -> Kind:
+        """The collective that runs where the region is left alone: one that is seen from two sides has one name."""
+        return _OTHER_SIDE.get(self, self)
+
+    def blocks(self, ranks: int) -> int:
+        """In how many blocks of `m` slices each a rank's body is cut: one for each rank, or its own alone."""
+        return 1 if self is Kind.ALL_GATHER_OUT else ranks
+
+    @property
     def arrives_first(self) -> bool:
         """Whether the body computes on what arrives (else it only makes what leaves)."""
         return self in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.CHAIN)
@@ -52,6 +64,8 @@ class Kind(str, Enum):
     def __str__(self) -> str:
         return self.value
 
+
+_OTHER_SIDE = {Kind.ALL_TO_ALL_OUT: Kind.ALL_TO_ALL, Kind.ALL_GATHER_OUT: Kind.ALL_GATHER}
 
 # The kinds that are one collective.
 COLLECTIVES = tuple(kind for kind in Kind if kind is not Kind.CHAIN)
@@ -180,10 +194,14 @@ class Schedule:
         return [s for s in range(self.slices) if self.destination(s) == rank]
 
     def computed_by(self, rank: int) -> Sequence[int]:
-        """The slices on which `rank` runs the body: `N * m` in every kind."""
+        """The slices on which `rank` runs the body: `N * m`, or `m` where it only makes its own."""
         if self.kind is Kind.ALL_TO_ALL:
             return self.destined_to(rank)
-        return self.owned_by(rank) if self.kind is Kind.ALL_TO_ALL_OUT else range(self.slices)
+        return self.owned_by(rank) if self.kind in _OTHER_SIDE else range(self.slices)
+
+    def arriving_at(self, rank: int) -> Sequence[int]:
+        """The slices that `rank` holds in the end where results leave unchanged."""
+        return self.destined_to(rank) if self.kind.is_all_to_all else range(self.slices)
 
     def carries_sums(self, post: Post) -> bool:
         """Whether running sums travel in `post` (else slices, unchanged)."""

@@ -36,7 +36,7 @@ class CollectiveTime:
     bandwidth_GBps: float
 
     def __post_init__(self) -> None:
-        kinds = [kind.value for kind in COLLECTIVES if kind is not Kind.ALL_TO_ALL_OUT]
+        kinds = [kind.value for kind in COLLECTIVES if kind.collective is kind]
         if self.kind not in kinds:
             raise MachineError.wrong("kind", f"one of {', '.join(kinds)}", self.kind)
 
@@ -107,9 +107,8 @@ class Machine:
 
     def collective_us(self, kind: Kind, ranks: int, slice_bytes: float) -> float | None:
         """Measured time of the library's collective, or None where it was not measured for this many ranks."""
-        name = Kind.ALL_TO_ALL.value if kind.is_all_to_all else kind.value
         for measured in self.collectives:
-            if (measured.kind, measured.ranks) == (name, ranks):
+            if (measured.kind, measured.ranks) == (kind.collective.value, ranks):
                 return measured.time_us(slice_bytes)
         return None
 

@@ -9,7 +9,8 @@ def buffer_slices(schedule: Schedule) -> int:
     """The most slice buffers that any rank holds at one time.
 
     A received slice lives from the post of its receive to its last use (compute, add, or the wait of the send that forwards it);
-    a partial sum from its compute to the wait of the send that takes it away. What the rank owns is not counted: it is
+    a partial sum from its compute to the wait of the send that takes it away. Gathered results are put together at the end, and
+    live until then. What the rank owns is not counted: it is
     there in any case.
     """
     programs = [schedule.relative] if schedule.relative is not None else list(schedule.programs)
@@ -32,7 +33,8 @@ def _peak(schedule: Schedule, program: Program, rank: int) -> int:
                 if recv is not None:
                     # Partial sums arrive in a buffer of their own, one a step; slices are told apart by number.
                     use(("step", step) if sums else ("slice", recv.slice), at)
-                    use(("step", step) if sums else ("slice", recv.slice), waited[step])
+                    at_end = schedule.kind is Kind.ALL_GATHER_OUT
+                    use(("step", step) if sums else ("slice", recv.slice), len(program) if at_end else waited[step])
                 if send is not None and not _is_own(schedule, send.slice, rank):
                     use(("sum" if sums else "slice", send.slice), at)
                     use(("sum" if sums else "slice", send.slice), waited[step])
@@ -46,7 +48,7 @@ def _peak(schedule: Schedule, program: Program, rank: int) -> int:
                 use(("step", step), at)
             case _:
                 pass
-    changes = [0] * (len(program) + 1)
+    changes = [0] * (len(program) + 2)
     for buffer, at in first.items():
         changes[at] += 1
         changes[last[buffer] + 1] -= 1
@@ -67,5 +69,10 @@ def _is_own(schedule: Schedule, slice_: int, rank: int) -> bool:
 
 
 def plain_buffer_slices(kind: Kind, ranks: int, slices_per_rank: int) -> int:
-    """What the plain collective holds: the gathered input, or the whole partial result (an all-reduce works in place)."""
+    """What the plain collective holds: the gathered input, or the whole partial result (an all-reduce works in place).
+
+    Before a gather that is the rank's own part alone.
+    """
+    if kind is Kind.ALL_GATHER_OUT:
+        return slices_per_rank
     return 0 if kind is Kind.ALL_REDUCE else (ranks - 1) * slices_per_rank

@@ -10,7 +10,8 @@ The search then shakes the plan: it weighs ranks and links anew, at random but f
 small groups it tries the rings in every order of the ranks too, in larger ones a ring along fast links.
 
 Kinds in which results leave are found on the mirrored network and reversed (`transform.py`). An all-reduce is two gathers
-that have to agree, so for it only the families are tried, on the ranks in every order.
+that have to agree, and in a gather of results slices start one after the other: for these only the families are tried, on
+the ranks in every order.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class _Transfer:
     arrival_us: float
 
 
+_FAMILIES_ALONE = (Kind.ALL_REDUCE, Kind.ALL_GATHER_OUT)
+
+
 class Posting(Enum):
     """When a planned transfer is posted."""
 
@@ -84,16 +88,15 @@ def search(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, cost:
 
 def _proposals(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost) -> Iterator[Schedule]:
     fabric = machine.fabric(ranks)
-    if not kind.arrives_first:
+    if not kind.arrives_first and kind is not Kind.ALL_GATHER_OUT:
         fabric = _mirrored(fabric)
     size_us = [
         machine.gap_us + cost.slice_bytes / (fabric.alone_GBps(link) * BYTES_PER_US_PER_GBPS)
         for link in range(ranks**2)
     ]
-    # An all-reduce has nothing but these.
-    for family in FAMILIES[kind] if kind is Kind.ALL_REDUCE else () if kind.is_all_to_all else ("ring",):
+    for family in FAMILIES[kind] if kind in _FAMILIES_ALONE else () if kind.is_all_to_all else ("ring",):
         yield from (_reordered(build(kind, family, ranks, m), order) for order in _orders(fabric, size_us))
-    if kind is Kind.ALL_REDUCE or ranks > LARGE_GROUP:
+    if kind in _FAMILIES_ALONE or ranks > LARGE_GROUP:
         return
     t_c = [cost.compute_us * machine.scale(rank) for rank in range(ranks)]
     planner = _Planner(fabric, ranks, m, t_c, size_us, exchange=kind.is_all_to_all)

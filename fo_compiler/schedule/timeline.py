@@ -10,6 +10,7 @@ _WHAT = {
     Kind.ALL_REDUCE: "partial sums reduced",
     Kind.ALL_TO_ALL: "slices exchanged",
     Kind.ALL_TO_ALL_OUT: "results exchanged",
+    Kind.ALL_GATHER_OUT: "results gathered",
     Kind.CHAIN: "slices gathered and their sums scattered",
 }
 
@@ -28,11 +29,13 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
 
     rows: list[tuple[str, str]] = []
     in_flight: dict[int, str] = {}
+    at_the_end: list[str] = []  # what no compute hides
     notes: list[str] = []
     for action in schedule.program(rank):
         match action:
             case Post(step):
                 in_flight[step] = transfer(action)
+                at_the_end.append(f"[{step}] {in_flight[step]}")
             case Wait(step):
                 notes.append(f"wait {step}")
                 in_flight.pop(step, None)
@@ -43,9 +46,9 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
             case Compute(slice_):
                 flying = "; ".join(f"[{step}] {what}" for step, what in in_flight.items())
                 rows.append((" ".join([*notes, f"compute {name(slice_)}"]), flying or "-"))
-                notes = []
+                notes, at_the_end = [], []
     if notes:
-        rows.append((" ".join(notes), "-"))
+        rows.append((" ".join(notes), "; ".join(at_the_end) or "-"))
     width = max(len("compute stream"), *(len(left) for left, _ in rows))
     count = len(schedule.computed_by(rank))
     lines = [

@@ -1,6 +1,7 @@
 """Schedules made from schedules.
 
     reverse      a gather run backwards in time is a scatter: where a slice was passed on, sums now come together
+    gather_out   a gather of parts that are computed one after the other: each is passed on while the next are computed
     all_reduce   the reduce-scatter of one part, with the all-gather of the part before it in flight underneath
 
 So a family is written once, as a gather, and the kinds in which results leave follow from it.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from .ir import Action, Add, Compute, Post, Program, Recv, Send, Store, Wait
 
@@ -62,7 +64,7 @@ def all_reduce(gather: Program, m: int) -> Program:
         for action in actions:
             if not isinstance(action, Compute):
                 action = replace(action, step=steps.setdefault((phase, part, action.step), len(steps)))
-            out.append(_with_slices(action, lambda slice_: slice_ * m + part))
+            out.append(_with_slices(action, partial(_of_part, m, part)))
 
     scatter_turns = _turns(scatter, compute_first=True)
     gather_turns = _turns(_storing(gather), compute_first=False)
@@ -78,6 +80,44 @@ def all_reduce(gather: Program, m: int) -> Program:
     emit([a for a, now in zip(tail, at_once, strict=True) if now], "gather", m - 1)
     emit([a for a, now in zip(tail, at_once, strict=True) if not now], "gather", m - 1)
     return renumbered(out)
+
+
+def gather_out(gather: Program, m: int) -> Program:
+    """Rank 0's part in gathering `m` parts that each rank computes, from its part in a `gather` of one slice a rank.
+
+    A part leaves its owner as soon as it is computed. What has to be passed on is awaited and sent behind the compute that
+    follows, one hop a compute; what nobody waits for is awaited at the end.
+    """
+    hops: list[list[Post]] = []
+    came_in: dict[int, tuple[int, int]] = {}  # slice -> the hop and the step of the post that brings it
+    for post in (action for action in gather if isinstance(action, Post)):
+        assert post.send is not None
+        assert post.recv is not None
+        hop = came_in[post.send.slice][0] + 1 if post.send.slice in came_in else 0
+        came_in[post.recv.slice] = hop, post.step
+        hops += [[] for _ in range(hop + 1 - len(hops))]
+        hops[hop].append(post)
+    program: list[Action] = []
+    pending: dict[tuple[int, int], int] = {}  # (step in the gather, part) -> step
+    steps = 0
+    for turn in range(m + len(hops) - 1 if hops else m):
+        if turn < m:
+            program.append(Compute(turn))
+        for hop, post in [(hop, post) for hop, posts in enumerate(hops) for post in posts]:
+            part = turn - hop
+            if not 0 <= part < m:
+                continue
+            needed = (came_in[post.send.slice][1], part) if hop and post.send else None
+            if needed in pending:
+                program.append(Wait(pending.pop(needed)))
+            program.append(_with_slices(replace(post, step=steps), partial(_of_part, m, part)))
+            pending[post.step, part] = steps
+            steps += 1
+    return (*program, *map(Wait, pending.values()))
+
+
+def _of_part(m: int, part: int, slice_: int) -> int:
+    return slice_ * m + part
 
 
 def _turns(program: Program, *, compute_first: bool) -> list[list[Action]]:

@@ -50,8 +50,8 @@ def _check_rank(schedule: Schedule, state: RankState[tuple[tuple[int, int], ...]
         raise fail(f"never waits for steps {sorted(state.in_flight)}")
     if state.inbox:
         raise fail(f"never adds or stores what it received in steps {sorted(state.inbox)}")
-    if schedule.kind is Kind.ALL_TO_ALL_OUT:
-        absent = [s for s in schedule.destined_to(state.rank) if s not in state.ready]
+    if not schedule.kind.reduces and not schedule.kind.arrives_first:
+        absent = [s for s in schedule.arriving_at(state.rank) if s not in state.ready]
         if absent:
             raise fail(f"ends without slices {absent}, which were for it")
     if not schedule.kind.reduces:

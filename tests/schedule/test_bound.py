@@ -72,8 +72,12 @@ def random_instance(rng: random.Random, *, uniform: bool) -> Instance:
     )
 
 
-def optimum_us(instance: Instance, *, exchange: bool = False) -> int | None:
-    """The shortest makespan of a gather (or an exchange, straight from the source), or None where time runs out."""
+def optimum_us(instance: Instance, kind: Kind = Kind.ALL_GATHER) -> int | None:
+    """The shortest makespan of a gather, an exchange (straight from the source) or a gather of results.
+
+    None where time runs out.
+    """
+    exchange, results = kind is Kind.ALL_TO_ALL, kind is Kind.ALL_GATHER_OUT
     cp_model = pytest.importorskip("ortools.sat.python.cp_model", reason="needs ortools (a test extra)")
     model = cp_model.CpModel()
     ranks, m = instance.ranks, instance.m
@@ -86,12 +90,15 @@ def optimum_us(instance: Instance, *, exchange: bool = False) -> int | None:
     for rank in range(ranks):
         work = []
         for s in slices:
-            begin = model.NewIntVar(0, horizon, "")
-            work.append(model.NewFixedSizeIntervalVar(begin, instance.compute_us[rank], ""))
-            model.Add(begin >= held[rank, s])
-            ends.append(begin + instance.compute_us[rank])
+            if s // m == rank or not results:
+                begin = model.NewIntVar(0, horizon, "")
+                end = begin + instance.compute_us[rank]
+                work.append(model.NewFixedSizeIntervalVar(begin, instance.compute_us[rank], ""))
+            ends.append(held[rank, s] if results else end)
+            if not results:
+                model.Add(begin >= held[rank, s])
             if s // m == rank:
-                model.Add(held[rank, s] == 0)
+                model.Add(held[rank, s] == (end if results else 0))
                 continue
             chosen = []
             for source in (s // m,) if exchange else range(ranks):
@@ -122,14 +129,13 @@ def optimum_us(instance: Instance, *, exchange: bool = False) -> int | None:
 
 
 @pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "not uniform"])
-@pytest.mark.parametrize("exchange", [False, True], ids=["gather", "exchange"])
-def test_an_exact_solver_finds_no_counterexample(uniform: bool, exchange: bool) -> None:
-    rng = random.Random(f"{uniform} {exchange}")
-    kind = Kind.ALL_TO_ALL if exchange else Kind.ALL_GATHER
+@pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_GATHER_OUT])
+def test_an_exact_solver_finds_no_counterexample(uniform: bool, kind: Kind) -> None:
+    rng = random.Random(f"{uniform} {kind is Kind.ALL_TO_ALL}")
     solved = met = 0
     for _ in range(INSTANCES):
         instance = random_instance(rng, uniform=uniform)
-        best = optimum_us(instance, exchange=exchange)
+        best = optimum_us(instance, kind)
         if best is None:
             continue
         solved += 1
@@ -137,8 +143,9 @@ def test_an_exact_solver_finds_no_counterexample(uniform: bool, exchange: bool) 
         bound = lower_bound(kind, machine, instance.ranks, instance.m, cost)
         assert bound.us <= best + 1e-6, (instance, bound, best)
         # Run backwards in time, the same optimum holds for results that leave through the mirrored links.
-        leaving = lower_bound(LEAVING[kind], instance.machine(mirrored=True), instance.ranks, instance.m, cost)
-        assert leaving.us <= best + 1e-6, (instance, leaving, best)
+        if kind in LEAVING:
+            leaving = lower_bound(LEAVING[kind], instance.machine(mirrored=True), instance.ranks, instance.m, cost)
+            assert leaving.us <= best + 1e-6, (instance, leaving, best)
         for family in FAMILIES[kind]:
             us = simulate(build(kind, family, instance.ranks, instance.m), machine, cost).makespan_us
             if Certificate(us, bound).is_optimal:
@@ -173,6 +180,18 @@ def test_a_uniform_schedule_is_optimal_when_a_transfer_fits_under_a_slice(
     for family in ("ring", "direct"):
         us = simulate(build(kind, family, ranks, m), simple_machine(), cost).makespan_us
         assert Certificate(us, lower_bound(kind, simple_machine(), ranks, m, cost)).is_optimal
+
+
+@given(st.integers(2, 9), st.integers(1, 6), st.data())
+@settings(deadline=None)
+def test_a_direct_gather_of_results_is_optimal_and_its_bound_has_the_tail(
+    ranks: int, m: int, data: st.DataObject
+) -> None:
+    kind, t_c, t_p = Kind.ALL_GATHER_OUT, data.draw(st.floats(1.0, 50.0)), data.draw(st.floats(0.1, 50.0))
+    machine, cost = simple_machine(latency_us=data.draw(st.sampled_from([0.0, 3.0]))), RegionCost(t_c, t_p * 1e3)
+    bound = lower_bound(kind, machine, ranks, m, cost)
+    assert bound.us >= m * t_c + (ranks - 1) * t_p * (1 - 1e-9)
+    assert Certificate(simulate(build(kind, "direct", ranks, m), machine, cost).makespan_us, bound).is_optimal
 
 
 def random_machine(data: st.DataObject, ranks: int) -> Machine:

@@ -138,6 +138,14 @@ def test_the_k_slice_overlap_exposes_one_chunk_of_the_smaller_side() -> None:
     assert sliced_us(40.0, 80.0, 4) == 90.0
 
 
+def test_results_are_not_sent_slice_by_slice_to_hundreds_of_ranks() -> None:
+    machine = PRESETS["h100-nvlink-infiniband"]
+    choice = choose(Kind.ALL_GATHER_OUT, machine, 256, Region(lambda m: 1000 / m + 5, 1e7))
+    assert not choice.rewrite
+    assert choice.schedule is None
+    assert "no schedule is allowed" in choice.reason
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_gives_a_decision(name: str) -> None:
     choice = choose(Kind.REDUCE_SCATTER, PRESETS[name], 4, Region(lambda m: 100 / m + 2, 1e6))
@@ -149,11 +157,10 @@ def test_every_preset_gives_a_decision(name: str) -> None:
 @pytest.mark.parametrize(("measured_GBps", "rewrite"), [(0.2, True), (20.0, False)])
 def test_a_measured_collective_decides_what_is_gained(kind: Kind, measured_GBps: float, rewrite: bool) -> None:
     """The library's collective may be much slower than our transfers (gloo's reduce-scatter), or much faster."""
-    halves = ["all_gather", "reduce_scatter"] if kind is Kind.CHAIN else [kind.value]
-    names = ["all_to_all"] if kind.is_all_to_all else halves
+    names = ["all_gather", "reduce_scatter"] if kind is Kind.CHAIN else [kind.collective.value]
     machine = simple_machine(collectives=tuple(CollectiveTime(name, 4, 0.0, measured_GBps) for name in names))
     costs = region(1000.0, 500.0)
     choice = choose(kind, machine, 4, costs)
     assert choice.communication_us == pytest.approx(len(names) * 500e3 / (measured_GBps * 1e3))
-    assert choice.plain_us == pytest.approx(4000 + choice.communication_us)
+    assert choice.plain_us == pytest.approx(kind.blocks(4) * 1000 + choice.communication_us)
     assert choice.rewrite is rewrite

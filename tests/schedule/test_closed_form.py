@@ -84,6 +84,25 @@ def test_the_formula_of_an_all_reduce_equals_the_simulator(data: st.DataObject) 
 
 
 @settings(deadline=None)
+@given(st.data())
+def test_the_formula_of_a_gather_of_results_equals_the_simulator(data: st.DataObject) -> None:
+    kind, ranks, m = Kind.ALL_GATHER_OUT, data.draw(st.integers(1, 7)), data.draw(st.integers(1, 5))
+    machine = machine_of(data, contention=False, posts=True)
+    cost = RegionCost(data.draw(times), data.draw(times) * 1e3)
+    form, values = cf.closed_form(kind, "direct"), cf.values_for(kind, machine, ranks, m, cost)
+    assert form is not None
+    assert values is not None
+    simulated = simulate(build(kind, "direct", ranks, m), machine, cost).makespan_us
+    assert cf.evaluate(form.makespan, values) == pytest.approx(simulated, rel=1e-9)
+
+
+def test_ports_faster_than_a_link_have_no_formula_for_several_links_at_once() -> None:
+    machine, cost = simple_machine(network=Uniform(0.0, 1.0, port_GBps=4.0)), RegionCost(1.0, 1e3)
+    assert cf.values_for(Kind.ALL_GATHER_OUT, machine, 4, 2, cost) is None
+    assert cf.values_for(Kind.ALL_GATHER, machine, 4, 2, cost) is not None
+
+
+@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(1, 4), times, times, st.sampled_from([0.0, 1.0, 10.0]))
 def test_the_condition_says_when_everything_is_hidden(
     ranks: int, m: int, t_c: float, t_b: float, latency: float
@@ -119,9 +138,9 @@ def test_the_best_number_of_slices_is_found(data: st.DataObject) -> None:
     ranks, latency = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([0.0, 1.0, 20.0]))
     whole, wire = data.draw(st.floats(5.0, 100.0)), data.draw(st.floats(5.0, 100.0))
     launch, gap = data.draw(st.sampled_from([0.2, 1.0, 4.0])), data.draw(st.sampled_from([0.0, 0.1]))
-    kind = data.draw(st.sampled_from([Kind.ALL_GATHER, Kind.REDUCE_SCATTER]))
+    kind = data.draw(st.sampled_from([Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_GATHER_OUT]))
     overheads = {cf.latency: latency, cf.t_o: 0.0, cf.t_a: 0.5 if kind.reduces else 0.0}
-    form = cf.closed_form(kind, "ring")
+    form = cf.closed_form(kind, "direct" if kind is Kind.ALL_GATHER_OUT else "ring")
     assert form is not None
     real = cf.best_slices(kind, {cf.N: ranks, cf.T: whole, cf.e: launch, cf.B: wire, cf.g: gap, **overheads})
 
@@ -147,3 +166,4 @@ def test_a_family_without_a_formula_says_so() -> None:
     assert cf.closed_form(Kind.ALL_GATHER, "bidirectional") is None
     assert cf.closed_form(Kind.ALL_TO_ALL, "ring") is None
     assert cf.closed_form(Kind.ALL_REDUCE, "bidirectional") is None
+    assert cf.closed_form(Kind.ALL_GATHER_OUT, "ring") is None

@@ -50,6 +50,34 @@ def test_at_most_one_step_of_transfers_is_in_flight(kind: Kind, family: str) -> 
         assert in_flight <= m
 
 
+def test_each_result_leaves_behind_its_compute_and_before_the_next() -> None:
+    program = build(Kind.ALL_GATHER_OUT, "direct", 4, 3).program(2)
+    computed: list[int] = []
+    for action in program:
+        if isinstance(action, Compute):
+            computed.append(action.slice)
+        elif action in posts([action]):
+            assert action.send
+            assert action.send.slice == computed[-1]
+    assert computed == [6, 7, 8]
+    assert len(posts(program)) == 3 * 3
+
+
+def test_a_ring_of_results_passes_each_on_one_hop_a_compute() -> None:
+    schedule = build(Kind.ALL_GATHER_OUT, "ring", 4, 4)
+    for rank in range(4):
+        computed, hops = 0, []
+        for action in schedule.program(rank):
+            computed += isinstance(action, Compute)
+            for post in posts([action]):
+                assert post.send
+                assert post.recv
+                assert (post.send.peer, post.recv.peer) == ((rank + 1) % 4, (rank - 1) % 4)
+                hops.append((computed, (rank - post.send.slice // 4) % 4, post.send.slice % 4))
+        assert all(hop + part == turn - 1 for turn, hop, part in hops if turn < 4)
+        assert {(hop, part) for _, hop, part in hops} == {(hop, part) for hop in range(3) for part in range(4)}
+
+
 def test_the_program_of_a_rank_is_that_of_rank_0_shifted() -> None:
     schedule = build(Kind.ALL_GATHER, "ring", 4)
     assert compute_order(schedule, 0) == [0, 3, 2, 1]

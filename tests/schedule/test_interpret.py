@@ -8,6 +8,7 @@ import torch
 from fo_compiler.schedule import Kind, build
 from fo_compiler.schedule.interpret import (
     interpret_all_gather,
+    interpret_all_gather_out,
     interpret_all_reduce,
     interpret_all_to_all,
     interpret_reduce_scatter,
@@ -52,6 +53,17 @@ def test_matmul_then_reduce_scatter_equals_the_plain_collective(family: str, ran
     assert isinstance(reduced, torch.Tensor)
     for rank, shard in enumerate(reduced.chunk(ranks)):
         torch.testing.assert_close(torch.cat(results[rank]), shard, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["ring", "direct", "bidirectional", "two_level"])
+@pytest.mark.parametrize(("ranks", "m"), [(ranks, m) for ranks, m in SIZES if ranks * m <= 24])
+def test_matmul_then_all_gather_equals_the_plain_collective(family: str, ranks: int, m: int) -> None:
+    made = torch.randn(ranks * m, ROWS, dtype=torch.float64, generator=torch.Generator().manual_seed(ranks * 10 + m))
+    results = interpret_all_gather_out(
+        build(Kind.ALL_GATHER_OUT, family, ranks, m, node_size(ranks)), lambda slice_: made[slice_]
+    )
+    for result in results:
+        torch.testing.assert_close(torch.stack(result), made, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["ring", "direct", "bidirectional", "two_level"])

@@ -17,6 +17,12 @@ def test_a_ring_scatter_holds_the_sum_that_leaves_the_one_that_arrives_and_the_o
     assert buffer_slices(build(Kind.REDUCE_SCATTER, "ring", 8)) == 3
 
 
+def test_gathered_results_are_held_until_they_are_put_together() -> None:
+    for family in ("ring", "direct"):
+        assert buffer_slices(build(Kind.ALL_GATHER_OUT, family, 8, 2)) == 7 * 2
+    assert plain_buffer_slices(Kind.ALL_GATHER_OUT, 8, 2) == 2  # the own part, beside the result
+
+
 @pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.REDUCE_SCATTER])
 def test_a_large_group_holds_less_than_the_plain_collective(kind: Kind) -> None:
     for family in ("ring", "direct"):

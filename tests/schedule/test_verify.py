@@ -32,6 +32,7 @@ GATHER = build(Kind.ALL_GATHER, "ring", 4)
 SCATTER = build(Kind.REDUCE_SCATTER, "ring", 4)
 REDUCE = build(Kind.ALL_REDUCE, "ring", 4)
 EXCHANGE = build(Kind.ALL_TO_ALL, "direct", 4)
+GATHER_OUT = build(Kind.ALL_GATHER_OUT, "ring", 4, 2)
 EXCHANGE_OUT = build(Kind.ALL_TO_ALL_OUT, "direct", 4)
 
 Edit = Callable[[list[Action]], None]
@@ -162,6 +163,13 @@ CASES: dict[str, tuple[Schedule, Edit, str]] = {
         r"rank 1 never computes .*5",
     ),
     "result not received": (EXCHANGE_OUT, change_post(0, recv=None), r"rank 1 ends without slices \[1\]"),
+    "compute of a slice that another rank makes": (
+        GATHER_OUT,
+        set_action(Compute, 0, Compute(0)),
+        r"rank 1(, action .*does not hold| never computes)",
+    ),
+    "gathered result not received": (GATHER_OUT, change_post(5, recv=None), r"rank 1 ends without slices \[5\]"),
+    "passed on before it arrived": (GATHER_OUT, drop(Wait, 0), r"rank 1, action \d+ Post\(.*does not hold"),
     "sent before it was added": (
         SCATTER,
         lambda program: program.insert(find(program, Add), program.pop(find(program, Post, 1))),
