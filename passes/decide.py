@@ -19,13 +19,13 @@ from torch.fx import Node
 from ..errors import MachineError
 from ..options import Options
 from ..schedule import FAMILIES, Kind, Schedule, build
-from ..schedule.choose import DEFAULT_SLICES_PER_RANK, Choice, choose
+from ..schedule.choose import Choice, choose, slices_to_try
 from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
 from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
-from .regions import Region, most_slices, plan_chain, plan_region, slices_of
+from .regions import NoMatmul, Region, most_slices, plan_chain, plan_region, slices_of, ways_of
 from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
 from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of
 from .sites import Site
@@ -99,20 +99,25 @@ def decide(site: Site, options: Options, reserved: frozenset[Node] = frozenset()
 
     Deeper regions have more to hide the transfer under, and pay for it with thinner matmuls: the one that saves most time
     is taken. They leave `reserved` matmuls, those next to other collectives, to these. So it is with sums over slices that
-    have to be added in float32: they cost more memory traffic than the matmul alone, which a slow transfer hides. Raises
-    NotSeparable, with the reasons, where no matmul can be computed slice by slice.
+    have to be added in float32: they cost more memory traffic than the matmul alone, which a slow transfer hides. And so it is
+    with the matmuls that read what is gathered, and those that make it. Raises NotSeparable, with the reasons, where no matmul
+    can be computed slice by slice.
     """
     found: list[Decision] = []
-    refusals: list[NotSeparable] = []
-    wide = site.kind.arrives_first and has_float32_products(tensor_of(site.value).device)
-    for wide_sums in (False, True) if wide else (False,):
-        try:
-            found.append(_decide_depth(site, options, reserved, wide_sums))
-        except NotSeparable as refusal:
-            refusals.append(refusal)
+    refusals: dict[Kind, NotSeparable] = {}
+    for way in ways_of(site):
+        wide = way.kind.arrives_first and has_float32_products(tensor_of(way.value).device)
+        for wide_sums in (False, True) if wide else (False,):
+            try:
+                found.append(_decide_depth(way, options, reserved, wide_sums))
+            except NotSeparable as refusal:
+                refusals.setdefault(way.kind, refusal)
     if not found:
-        raise refusals[0]
-    return max(found, key=lambda decision: decision.saved_us)
+        behind, before = refusals[site.kind], refusals.get(Kind.ALL_GATHER_OUT)
+        if before is None or not isinstance(behind, NoMatmul):
+            raise behind
+        raise NotSeparable(f"no matmul reads the gathered tensor, and the one that makes it is not cut: {before}")
+    return max(found, key=lambda decision: (decision.best is not None, decision.saved_us))
 
 
 def _decide_depth(site: Site, options: Options, reserved: frozenset[Node], wide_sums: bool) -> Decision:
@@ -129,20 +134,21 @@ def _decide_depth(site: Site, options: Options, reserved: frozenset[Node], wide_
 
 def decide_chain(gather: Site, scatter: Site, options: Options) -> Decision:
     """As `decide`, for the chain from an all-gather to a reduce-scatter."""
-    return _decide_planned(lambda slices_per_rank: plan_chain(gather, scatter, slices_per_rank), options)
+    return _decide_planned(lambda slices_per_rank: plan_chain(gather, scatter, slices_per_rank), options, Kind.CHAIN)
 
 
 def _decide(site: Site, options: Options, depth: int, reserved: frozenset[Node], wide_sums: bool) -> Decision:
     return _decide_planned(
-        lambda slices_per_rank: plan_region(site, slices_per_rank, depth, reserved, wide_sums), options
+        lambda slices_per_rank: plan_region(site, slices_per_rank, depth, reserved, wide_sums), options, site.kind
     )
 
 
-def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision:
-    region = plan(options.slices_per_rank or 1)
+def _decide_planned(plan: Callable[[int], Region], options: Options, kind: Kind) -> Decision:
+    fewest = kind.fewest_slices
+    region = plan(options.slices_per_rank or fewest)
     _check_sizes(region)
     cut = region.site  # with the dim that it is cut along
-    wanted = DEFAULT_SLICES_PER_RANK if options.slices_per_rank is None else (region.slices_per_rank,)
+    wanted = slices_to_try(cut.kind) if options.slices_per_rank is None else (region.slices_per_rank,)
     most = most_slices(cut, LONG_ROWS if options.slices_per_rank is None else 2)
     numbers = tuple(m for m in wanted if m <= most or slices_of(cut, m).are_equal)
     try:
@@ -156,9 +162,11 @@ def _decide_planned(plan: Callable[[int], Region], options: Options) -> Decision
                 choice = _predict(region, options, numbers)
     except MachineError as error:
         schedule = (
-            None if options.rewrite == "auto" else build(cut.kind, families(cut, options, region.scatter)[0], cut.ranks)
+            None
+            if options.rewrite == "auto"
+            else build(kind, families(cut, options, region.scatter)[0], cut.ranks, fewest)
         )
-        return Decision(plan(1), schedule, f"no prediction: {error}")
+        return Decision(plan(fewest), schedule, f"no prediction: {error}")
     reason = choice.reason
     if not region.slicing.are_equal:
         reason += f"; the {region.slicing.rows} rows of a rank in slices that differ by one row"
@@ -203,6 +211,7 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         slice_bytes_of(region),
         None if options.schedule == "auto" and len(allowed) > 1 else allowed,
         slices_per_rank,
+        _finish_us(region, machine),
         options.margin,
         None if options.max_buffer_mb is None else options.max_buffer_mb * 1e6,
     )
@@ -217,6 +226,7 @@ def _choose(
     slice_bytes: float,
     allowed: tuple[str, ...] | None,
     slices_per_rank: tuple[int, ...],
+    finish_us: float,
     margin: float,
     max_buffer_bytes: float | None,
 ) -> Choice:
@@ -226,7 +236,10 @@ def _choose(
         return sliced_us if slices == 1 else max(sliced_us, compute_us(1) / slices)
 
     numbers = RegionNumbers(
-        compute_us=lambda m: compute_us(ranks * m), slice_bytes=slice_bytes, whole_compute_us=compute_us(1)
+        compute_us=lambda m: compute_us(kind.blocks(ranks) * m),
+        slice_bytes=slice_bytes,
+        whole_compute_us=compute_us(1),
+        finish_us=finish_us,
     )
     return choose(
         kind,
@@ -249,7 +262,18 @@ def first_factor(node: Node) -> Node:
 def slice_bytes_of(region: Region) -> float:
     """Bytes of one rank's slice; in a chain of the larger of what arrives and what leaves."""
     sizes = [prod(example_shape(site.value)) * tensor_of(site.value).element_size() for site in region.sites]
-    return float(max(sizes) // region.site.ranks)
+    return float(max(sizes) // region.site.kind.blocks(region.site.ranks))
+
+
+def _finish_us(region: Region, machine: Machine) -> float:
+    """Time to put gathered results together that the plain collective does not take: it writes them where they belong."""
+    site = region.site
+    if site.kind is not Kind.ALL_GATHER_OUT:
+        return 0.0
+    whole, dim = site.gathered
+    # Cut along another dim they are joined along both; and what is not gathered along dim 0 is joined without us, too.
+    copies = (1 if site.dim == dim else 2) - (1 if site.glue else 0)
+    return copies * machine.copy_us(prod(example_shape(whole)) * tensor_of(whole).element_size())
 
 
 def product_of(region: Region, node: Node) -> Product:

@@ -35,7 +35,7 @@ from .merge_sums import merge_sums
 from .order import pin_order
 from .predict import Prediction, predict
 from .races import check_plan
-from .regions import Region, plan_region
+from .regions import Region, first_matmuls
 from .rewrite import rewrite_region
 from .rules import registered
 from .separability import NotSeparable, shape_of, tensor_of
@@ -55,6 +55,7 @@ _SHORT = {
     Kind.ALL_REDUCE: "ar",
     Kind.ALL_TO_ALL: "aa",
     Kind.ALL_TO_ALL_OUT: "aa",
+    Kind.ALL_GATHER_OUT: "ag",
     Kind.CHAIN: "chain",
 }
 
@@ -183,7 +184,7 @@ def matmuls_next_to(collectives: list[Node], groups: Groups) -> dict[Node, set[N
         if isinstance(site, LeftAlone):
             continue
         try:
-            for matmul in plan_region(site, 1).matmuls:
+            for matmul in first_matmuls(site):
                 near.setdefault(matmul, set()).add(node)
         except NotSeparable:
             continue

@@ -39,7 +39,9 @@ def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool
     products = [(product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls]
     try:
         numbers = RegionNumbers(
-            lambda m: sum(product.slice_us(machine, dtype, site.ranks * m) for product, dtype in products),
+            lambda m: sum(
+                product.slice_us(machine, dtype, site.kind.blocks(site.ranks) * m) for product, dtype in products
+            ),
             slice_bytes_of(region),
         )
         return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=spans)

@@ -34,7 +34,7 @@ from .separability import (
     shape_of,
     tensor_of,
 )
-from .sites import Site
+from .sites import WAIT, Site
 from .sizes import product, quotient
 
 
@@ -66,7 +66,7 @@ class Region:
 
     @property
     def slices(self) -> int:
-        return self.site.ranks * self.slices_per_rank
+        return self.site.kind.blocks(self.site.ranks) * self.slices_per_rank
 
     @property
     def slicing(self) -> Slices:
@@ -110,14 +110,14 @@ class Region:
     def blocks_read_outside(self) -> list[tuple[Node, int]]:
         """The blocks of single ranks that others read, besides the tensor that joins them, each with its rank."""
         site = self.site
-        inside = {*site.glue, site.value}
+        inside = {*site.glue, site.gathered[0]}
         return [(node, rank) for node, rank in site.blocks if any(user not in inside for user in node.users)]
 
     def replaced(self) -> set[Node]:
         """What the rewrite takes out of the graph: the collective, members, and glue that nothing else reads."""
         _, kept = self.read_outside()
         dead = {*self.members} - kept
-        return dead | self._collectives(dead) | ({self.site.value} if self.is_gather else set())
+        return dead | self._collectives(dead) | ({self.site.gathered[0]} if self.site.is_gather else set())
 
     def _collectives(self, among: Iterable[Node]) -> set[Node]:
         """The collectives, and those nodes around them that only they and `among` read."""
@@ -125,7 +125,7 @@ class Region:
         inside = {*found, *among}
         for site in self.sites:
             for node in reversed(site.glue):
-                if site.kind.arrives_first or all(user in inside for user in node.users):
+                if site.is_gather or all(user in inside for user in node.users):
                     found.add(node)
                     inside.add(node)
         return found
@@ -133,6 +133,37 @@ class Region:
     @property
     def sites(self) -> tuple[Site, ...]:
         return (self.site,) if self.scatter is None else (self.site, self.scatter)
+
+
+class NoMatmul(NotSeparable):
+    """Nothing stood in the way, but no matmul came of it."""
+
+
+def ways_of(site: Site) -> tuple[Site, ...]:
+    """The site, and its rivals where a matmul leads to what they send with no other collective between."""
+    frontier, seen = [rival.value for rival in site.rivals[:1]], set[Node]()
+    while frontier:
+        node = frontier.pop()
+        if node.target in MATMULS:
+            return (site, *site.rivals)
+        if node not in seen and node.target is not WAIT:
+            seen.add(node)
+            frontier += node.all_input_nodes
+    return (site,)
+
+
+def first_matmuls(site: Site) -> list[Node]:
+    """The first matmuls on each path from or to a collective: of the first way that can be planned.
+
+    Raises NotSeparable where there is none.
+    """
+    refusals = []
+    for way in ways_of(site):
+        try:
+            return plan_region(way, way.kind.fewest_slices).matmuls
+        except NotSeparable as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
 
 
 def plan_region(
@@ -161,7 +192,7 @@ def plan_region(
             reasons = reasons or region.refusals
         except NotSeparable as refusal:
             reasons = reasons or [str(refusal)]
-    raise NotSeparable("; ".join(dict.fromkeys(reasons)) or _no_matmul(site))
+    raise NotSeparable("; ".join(dict.fromkeys(reasons))) if reasons else NoMatmul(_no_matmul(site))
 
 
 def plan_chain(gather: Site, scatter: Site, slices_per_rank: int) -> Region:
@@ -205,7 +236,8 @@ def reachable(start: Node, forward: bool) -> set[Node]:
 
 def _no_matmul(site: Site) -> str:
     what = {
-        Kind.ALL_GATHER: "reads the gathered tensor",
+        Kind.ALL_GATHER: "reads the gathered tensor or makes it",
+        Kind.ALL_GATHER_OUT: "produces the gathered tensor",
         Kind.ALL_TO_ALL: "reads or produces the exchanged tensor",
     }.get(site.kind, "produces the summed tensor")
     return f"no matmul {what}: there is nothing to hide the transfer under"
@@ -213,9 +245,10 @@ def _no_matmul(site: Site) -> str:
 
 def slices_of(site: Site, slices_per_rank: int) -> Slices:
     """The slices of a site, of which each rank has so many."""
-    share = quotient(shape_of(site.value)[site.dim], site.ranks)
+    blocks = site.kind.blocks(site.ranks)
+    share = quotient(shape_of(site.value)[site.dim], blocks)
     assert share is not None
-    return Slices.of(share, site.ranks, slices_per_rank)
+    return Slices.of(share, blocks, slices_per_rank)
 
 
 def most_slices(site: Site, symbolic_rows: int = 2) -> int:
@@ -223,7 +256,7 @@ def most_slices(site: Site, symbolic_rows: int = 2) -> int:
 
     Raises NotSeparable where it depends on data.
     """
-    share = example_shape(site.value)[site.dim] // site.ranks
+    share = example_shape(site.value)[site.dim] // site.kind.blocks(site.ranks)
     return share if isinstance(shape_of(site.value)[site.dim], int) else max(1, share // symbolic_rows)
 
 
@@ -231,9 +264,16 @@ def _slice_counts(site: Site, at_most: int) -> list[int]:
     """The numbers of slices a rank to try: the largest first, then those that divide the shard evenly."""
     if 0 in shape_of(site.value):
         raise NotSeparable(f"a tensor of shape {list(shape_of(site.value))} is empty: there is nothing to transfer")
-    divides_by_ranks(shape_of(site.value), [site.dim], site.ranks)
+    kind = site.kind
+    blocks, fewest = kind.blocks(site.ranks), kind.fewest_slices
+    divides_by_ranks(shape_of(site.value), [site.dim], blocks)
+    if at_most < fewest:
+        raise NotSeparable(f"in {at_most} slice a rank nothing is computed while results travel: it takes {fewest}")
     finest = min(at_most, most_slices(site))
-    return [m for m in range(at_most, 0, -1) if m == finest or slices_of(site, m).are_equal]
+    found = [m for m in range(at_most, fewest - 1, -1) if m == finest or slices_of(site, m).are_equal]
+    if not found:
+        raise NotSeparable(f"dim {site.dim} of {list(shape_of(site.value))} does not divide into 2 to {at_most} slices")
+    return found
 
 
 def _is_taken(node: Node) -> bool:

@@ -118,12 +118,15 @@ class Writer:
         """Write the program; the answer says what replaces each node that is read outside."""
         self._program()
         results = {node: self._join(node) for node in self.pieces if node in self.region.cuts}
-        results.update({block: self._block(block, rank, results) for block, rank in self.region.blocks_read_outside()})
+        if self.region.is_gather:
+            results.update(self._blocks(results.get(self.site.value)))
         results.update({node: self.pieces[node][0] for node in self.region.shared if node in self.pieces})
         for node, total in self.totals.items():
             results[node] = self._as_dtype(total, tensor_of(node).dtype, None)
         if self._reduces:
             results[self.summed.wait] = self._summed_result()
+        elif self.site.kind is Kind.ALL_GATHER_OUT:
+            results.update(self._gathered_results())
         elif not self.region.is_gather:
             results[self.site.wait] = self._exchanged_result()
         return results
@@ -179,6 +182,8 @@ class Writer:
                 return self.schedule.owner(slice_) * m + slice_ % m
             case Kind.ALL_TO_ALL_OUT:
                 return self.schedule.destination(slice_) * m + slice_ % m
+            case Kind.ALL_GATHER_OUT:
+                return slice_ % m
             case _:
                 return slice_
 
@@ -351,6 +356,17 @@ class Writer:
         joined = self._emit("result", aten.cat.default, (blocks, site.peer_dim), None)
         return self._with_strides_of(site.wait, joined)
 
+    def _gathered_results(self) -> dict[Node, Node]:
+        """The results of all ranks side by side, and the blocks of single ranks that others read."""
+        site, m = self.site, self.region.slices_per_rank
+        whole, dim = site.gathered
+        slices = [self.held[slice_] for slice_ in range(self.schedule.slices)]
+        # What lies side by side in the result is joined first: where slices are rows, so are the tensors that are joined last.
+        if site.dim != dim:
+            slices = [self._emit("rows", aten.cat.default, (slices[part::m], dim), None) for part in range(m)]
+        joined = self._with_strides_of(whole, self._emit("result", aten.cat.default, (slices, site.dim), None))
+        return {whole: joined, **self._blocks(joined)}
+
     # --- outputs ----------------------------------------------------------------------------------------------------
 
     def _join(self, node: Node) -> Node:
@@ -389,12 +405,15 @@ class Writer:
         joined = self._emit(name, aten.cat.default, (parts, dim + 1), None, of=node)
         return self._emit(name, aten.reshape.default, (joined, list(shape)), None, of=node)
 
-    def _block(self, node: Node, rank: int, results: dict[Node, Node]) -> Node:
-        """The block of one rank, out of the joined tensor."""
-        site = self.site
-        args = (results[site.value], site.dim, *bounds(shape_of(site.value), Cut(site.dim), Slices(site.ranks), rank))
-        block = self._emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
-        return self._with_strides_of(node, block)
+    def _blocks(self, joined: Node | None) -> dict[Node, Node]:
+        """The blocks of single ranks that are read outside, out of the joined tensor."""
+        whole, dim = self.site.gathered
+        blocks = {}
+        for node, rank in self.region.blocks_read_outside():
+            args = (joined, dim, *bounds(shape_of(whole), Cut(dim), Slices(self.site.ranks), rank))
+            block = self._emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
+            blocks[node] = self._with_strides_of(node, block)
+        return blocks
 
     def _with_strides_of(self, original: Node, result: Node) -> Node:
         """Give `result` the strides of `original`, where they are those of a permuted contiguous tensor."""

@@ -52,6 +52,10 @@ class Site:
     blocks for (or from) the peers lie. `glue` are the nodes between the collective and `value`; `blocks` are those of them
     that are the block of one rank, with that rank: others may read these, too. `alternatives` are other ways to see the same
     collective: an all-reduce cut along another dim, an all-to-all from its other side, a gathered list that is joined twice.
+
+    `rivals` of an all-gather are the same collective behind what makes its shard (`ALL_GATHER_OUT`), one for each dim: there
+    `value` is what this rank makes and sends, `shard` the gathered tensor and `peer_dim` the dim along which that is gathered.
+    The first of `alternatives` that can be planned is taken, but of `rivals` the one that saves most.
     """
 
     kind: Kind
@@ -68,6 +72,17 @@ class Site:
     peer_dim: int = 0
     blocks: tuple[tuple[Node, int], ...] = ()
     alternatives: tuple[Site, ...] = ()
+    rivals: tuple[Site, ...] = ()
+
+    @property
+    def gathered(self) -> tuple[Node, int]:
+        """The tensor that an all-gather yields, and the dim along which the ranks' shards lie in it."""
+        return (self.shard, self.peer_dim) if self.kind is Kind.ALL_GATHER_OUT else (self.value, self.dim)
+
+    @property
+    def is_gather(self) -> bool:
+        """Whether what is gathered replaces nodes behind the collective: its glue, and what this glue leads to."""
+        return self.kind.arrives_first or self.kind is Kind.ALL_GATHER_OUT
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,15 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
 
 
 def _all_gather(ends: Site) -> Site:
+    """From the side of what reads it; as rivals from the side of what makes it, along each dim."""
+    site = _gathered(ends)
+    made = replace(
+        site, kind=Kind.ALL_GATHER_OUT, value=site.shard, shard=site.value, peer_dim=site.dim, alternatives=()
+    )
+    return replace(site, rivals=tuple(replace(made, dim=dim) for dim in range(len(shape_of(made.value)))))
+
+
+def _gathered(ends: Site) -> Site:
     """Its value is `wait` itself, or the cat of its blocks where that is all that reads it."""
     chains = [_through_copies(block) for block in _blocks(ends.wait, 0, ends.ranks) or ()]
     cats = _cats([chain[-1] for chain in chains])

@@ -21,7 +21,7 @@ from ..schedule import Kind, Schedule
 from ..schedule.choose import Choice, collective_us
 from .decide import Decision, decide, machine_of
 from .edit import Edit, c10d
-from .regions import Region, plan_region
+from .regions import Region, first_matmuls, ways_of
 from .separability import NotSeparable, example_shape, is_contiguous, tensor_of
 from .sites import Groups, Site, site_of
 
@@ -150,7 +150,7 @@ def _compute_us(choice: Choice) -> float:
 
 
 def wanted_matmuls(collectives: Sequence[Node], options: Options, groups: Groups) -> dict[Node, tuple[Node, float]]:
-    """The matmuls next to each summing collective of a graph that can be hidden, as `split_all_reduce` asks for them.
+    """The matmuls that make what each collective of a graph sums or gathers, where this can be hidden under them.
 
     Nothing for a graph without an all-reduce: there nobody asks, and to plan every region once more takes time.
     """
@@ -160,10 +160,11 @@ def wanted_matmuls(collectives: Sequence[Node], options: Options, groups: Groups
     for node in collectives:
         try:
             site = _site(node, groups)
-            if site.kind.reduces:
+            if site.kind.reduces or len(ways_of(site)) > 1:
                 decision = decide(site, options)
-                if decision.schedule is not None:
-                    wanted |= {matmul: (node, decision.saved_us) for matmul in plan_region(site, 1).matmuls}
+                if decision.schedule is not None and not decision.region.is_gather:
+                    taken = first_matmuls(site if site.kind.reduces else decision.region.site)
+                    wanted |= {matmul: (node, decision.saved_us) for matmul in taken}
         except NotSeparable:
             continue
     return wanted

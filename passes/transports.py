@@ -37,7 +37,7 @@ def choose_transport(region: Region, schedule: Schedule, options: Options) -> tu
     if missing:
         return C10D, f"transfers by c10d: {missing}"
     machine = machine_of(options, device.type)
-    slice_bytes = tensor_of(region.site.value).nbytes / schedule.slices
+    slice_bytes = tensor_of(region.site.value).nbytes / region.slices
     c10d, engine = (predicted_us(region, schedule, m) for m in (machine, with_copy_engine(machine, slice_bytes)))
     if c10d is None or engine is None:
         return C10D, "transfers by c10d: no prediction of the copy engine"

@@ -8,7 +8,15 @@ from pathlib import Path
 
 from ..errors import MachineError, OptionError
 from ..schedule import Kind
-from ..schedule.choose import DEFAULT_CHUNKS, DEFAULT_MARGIN, DEFAULT_SLICES_PER_RANK, Choice, Region, choose
+from ..schedule.choose import (
+    DEFAULT_CHUNKS,
+    DEFAULT_MARGIN,
+    DEFAULT_SLICES_PER_RANK,
+    Choice,
+    Region,
+    choose,
+    slices_to_try,
+)
 from ..schedule.ir import Schedule
 from ..schedule.machine import Machine, simple_machine
 from ..schedule.matmul import DTYPE_BYTES, dtype_name
@@ -94,7 +102,7 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
     """The machine, the region in numbers, and the numbers of slices that it has rows for."""
     by_time = args.compute_ms is not None or args.transfer_ms is not None
     by_shape = any(value is not None for value in (args.m, args.k, args.n, args.machine))
-    asked = tuple(args.slices_per_rank or DEFAULT_SLICES_PER_RANK)
+    asked = tuple(args.slices_per_rank or slices_to_try(kind))
     if by_time == by_shape:
         raise OptionError("expected either --m, --k, --n and --machine, or --compute-ms and --transfer-ms")
     if by_time:

@@ -29,10 +29,16 @@ from .simulate import RegionCost, simulate
 
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
+_SLICES_PER_RANK = {Kind.ALL_GATHER_OUT: (2, 4, 8, 16)}  # where a rank cuts its own block alone, into all its slices
 LARGE_GROUP = 16  # ranks; beyond, what is far behind as a rule is not even simulated
 HUGE_GROUP = 128  # ranks
 FAR_BEHIND = 1.5  # times the fastest candidate
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
+
+
+def slices_to_try(kind: Kind) -> tuple[int, ...]:
+    """The numbers of slices a rank among which a schedule of `kind` is chosen where none is asked for."""
+    return _SLICES_PER_RANK.get(kind, DEFAULT_SLICES_PER_RANK)
 
 
 @dataclass(frozen=True)

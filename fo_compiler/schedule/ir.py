@@ -57,6 +57,11 @@ class Kind(str, Enum):
         return 1 if self is Kind.ALL_GATHER_OUT else ranks
 
     @property
+    def fewest_slices(self) -> int:
+        """The fewest slices a rank that hide anything: a rank that only makes its own has nothing to do beside one."""
+        return 2 if self is Kind.ALL_GATHER_OUT else 1
+
+    @property
     def arrives_first(self) -> bool:
         """Whether the body computes on what arrives (else it only makes what leaves)."""
         return self in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.CHAIN)

@@ -105,6 +105,10 @@ class Machine:
         """Time to add a received partial sum of `size_bytes`: two reads and a write, and a kernel launch."""
         return 3 * size_bytes / (self.matmul.memory_GBps * 1e3) + self.launch_us
 
+    def copy_us(self, size_bytes: float) -> float:
+        """Time to copy `size_bytes` to another place: a read and a write, and a kernel launch."""
+        return 2 * size_bytes / (self.matmul.memory_GBps * 1e3) + self.launch_us
+
     def collective_us(self, kind: Kind, ranks: int, slice_bytes: float) -> float | None:
         """Measured time of the library's collective, or None where it was not measured for this many ranks."""
         for measured in self.collectives:

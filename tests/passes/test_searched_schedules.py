@@ -35,11 +35,12 @@ FUNCTIONS: dict[Kind, Callable[[int], Callable[[Tensor, Tensor], Tensor]]] = {
     Kind.ALL_REDUCE: lambda ranks: lambda x, w: all_reduce(x @ w),
     Kind.ALL_TO_ALL: lambda ranks: lambda x, w: all_to_all(x, ranks) @ w,
     Kind.ALL_TO_ALL_OUT: lambda ranks: lambda x, w: all_to_all(x @ w, ranks),
+    Kind.ALL_GATHER_OUT: lambda ranks: lambda x, w: all_gather(x @ w, 0, ranks),
 }
 
 
 def rows_of(kind: Kind, ranks: int, share: int) -> int:
-    return share if kind is Kind.ALL_GATHER else ranks * share
+    return share if kind.collective is Kind.ALL_GATHER else ranks * share
 
 
 def rewritten(gm: fx.GraphModule, ranks: int, rank: int, kind: Kind, schedule: Schedule) -> fx.GraphModule:
@@ -49,7 +50,7 @@ def rewritten(gm: fx.GraphModule, ranks: int, rank: int, kind: Kind, schedule: S
     copy = fx.GraphModule(gm, graph)
     (site,) = sites(copy, ranks, rank)
     assert isinstance(site, Site)
-    region = plan_region(site, schedule.slices_per_rank)
+    region = plan_region(site.rivals[0] if kind is Kind.ALL_GATHER_OUT else site, schedule.slices_per_rank)
     assert (region.site.kind, region.slices_per_rank) == (kind, schedule.slices_per_rank)
     rewrite_region(graph, region, schedule, "x0", "inference")
     graph.lint()
@@ -76,7 +77,7 @@ def test_what_the_search_proposes_computes_what_the_collective_does(
     row = st.lists(st.sampled_from([0.2, 0.5, 1.0, 3.0]), min_size=ranks, max_size=ranks).map(tuple)
     square = st.lists(row, min_size=ranks, max_size=ranks).map(tuple)
     machine = simple_machine(network=Matrix(data.draw(square), data.draw(square)))
-    cost = RegionCost(data.draw(st.floats(0.5, 20.0)), 4e3)
+    cost, m = RegionCost(data.draw(st.floats(0.5, 20.0)), 4e3), max(m, kind.fewest_slices)
     schedule = list(islice(_proposals(kind, machine, ranks, m, cost), 12))[-1]
     check(schedule, data.draw(st.integers(m, 2 * m)))
 
