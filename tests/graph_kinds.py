@@ -185,6 +185,11 @@ def two_layers_tensor_parallel(x: Tensor, up: Tensor, down: Tensor, up2: Tensor,
     return h + reduce(F.gelu(copy(F.rms_norm(h, (h.shape[-1],), norm)) @ up2) @ down2)
 
 
+def gathered_logits(x: Tensor, w: Tensor, head: Tensor) -> Tensor:
+    """Each rank has a part of the vocabulary, and all of the logits are wanted everywhere (`colwise_gather_output`)."""
+    return torch.log_softmax(gather(torch.tanh(x @ w) @ head, 2), -1)
+
+
 def vocabulary_in_parts(table: Tensor, norm: Tensor, w: Tensor) -> Tensor:
     """Each rank has the embeddings of a part of the vocabulary, and zeros for tokens of other parts."""
     tokens = (torch.arange(B * S) * 5 % (2 * table.shape[0])).reshape(B, S)
@@ -390,6 +395,7 @@ KINDS: tuple[GraphKind, ...] = (
         two_layers_tensor_parallel,
         lambda d: [(B, S, d), (d, 6), (6, d), (d, 6), (6, d), (d,)],
     ),
+    GraphKind(TP, "gathered logits", gathered_logits, lambda d: [(B, S, d), (d, d), (d, 6)], left=("_log_softmax",)),
     GraphKind(TP, "vocabulary in parts", vocabulary_in_parts, lambda d: [(d, d), (d,), (d, 6)]),
     GraphKind(
         TP,

@@ -331,6 +331,23 @@ def scatter_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[tor
     return p.finish([steps(p, draw, result, 1), *p.leaves])
 
 
+@st.composite
+def result_programs(draw: Draw, ranks: st.SearchStrategy[int], dtypes: list[torch.dtype]) -> Program:
+    """matmul -> steps -> all-gather along any dim, which a matmul may read; single blocks of it may be read, too."""
+    p = Program(draw(ranks), draw(st.sampled_from(dtypes)))
+    sizes = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4, 6]), min_size=2, max_size=3))
+    y = steps(p, draw, matmul(p, draw, steps(p, draw, p.input(*sizes), 1)), 2)
+    if draw(st.booleans()):
+        p.leaves.append(y)
+    gathered = all_gather(p, y, draw(st.integers(0, len(shape(y)) - 1)))
+    if gathered.target is aten.cat.default and draw(st.booleans()):
+        p.leaves.append(p.call(aten.neg.default, draw(st.sampled_from(gathered.args[0]))))
+    results = [steps(p, draw, gathered, 1)]
+    if draw(st.booleans()):
+        results.append(matmul(p, draw, gathered))
+    return p.finish([*results, *p.leaves])
+
+
 # --- attention ----------------------------------------------------------------------------------------------------------
 
 

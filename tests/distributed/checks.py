@@ -225,12 +225,13 @@ def every_dim(
                 w = weight.repeat(dist.get_world_size(), 1) if dim == x.dim() - 1 else weight
                 results.append(gathered @ w)
                 results.append(reduce_scatter(x @ weight, "sum", dim, group))
+                results.append(all_gather(x @ weight, dim, group))
         return results
 
     inputs = (shared(0, K, K), *(own(n, *SIZES[: n - 1], K) for n in dims))
     with torch.no_grad():
         return matches_eager(
-            function, inputs, 2 * sum(dims), kernels, schedule=schedule, slices_per_rank=slices_per_rank
+            function, inputs, 3 * sum(dims), kernels, schedule=schedule, slices_per_rank=slices_per_rank
         )
 
 

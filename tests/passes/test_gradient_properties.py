@@ -89,6 +89,7 @@ def blocks(draw: Any) -> dict[str, Any]:
         "norm": draw(st.booleans()),
         "residual": draw(st.booleans()),
         "two_outputs": draw(st.booleans()),
+        "gathered_logits": draw(st.booleans()),
         "activation": draw(st.sampled_from([torch.tanh, F.silu, F.gelu, lambda x: F.softmax(x, -1)])),
     }
 
@@ -131,6 +132,8 @@ def test_gradients_of_a_tensor_parallel_block_are_unchanged(b: dict[str, Any], o
                 extra = extra + h.square().mean()
             h = ReduceScatter.apply(h, dim, ranks) if sequence_parallel else Leave.apply(h)
             x = x + h if b["residual"] else h
+        if b["gathered_logits"]:
+            x = AllGather.apply(F.linear(x, next(parameters)), len(sizes) - 1, ranks)
         return (x * x).sum() + extra
 
     def step(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -143,6 +146,7 @@ def test_gradients_of_a_tensor_parallel_block_are_unchanged(b: dict[str, Any], o
         for _ in range(b["branches"]):
             shapes += [(hidden, sizes[-1])] + [(hidden,)] * b["bias"]
         shapes += [(sizes[-1], hidden)] + [(sizes[-1],)] * b["bias"]
+    shapes += [(2 * hidden, sizes[-1])] * b["gathered_logits"]
     generator = torch.Generator().manual_seed(seed)
     inputs = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(ranks)]
     gm = capture(step, inputs[0])

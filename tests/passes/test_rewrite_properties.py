@@ -16,6 +16,7 @@ from tests.programs import (
     attention_programs,
     chain_programs,
     gather_programs,
+    result_programs,
     scatter_programs,
     several_programs,
 )
@@ -57,6 +58,12 @@ def test_what_follows_an_all_gather_is_unchanged(program: Program, options: Opti
 @PROFILE
 @given(scatter_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
 def test_what_precedes_a_reduce_scatter_is_unchanged(program: Program, options: Options, seed: int) -> None:
+    check(program, options, seed)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 2)
+@given(result_programs(few_ranks, [torch.float64]), forced, st.integers(0, 99))
+def test_what_makes_the_shard_of_an_all_gather_is_unchanged(program: Program, options: Options, seed: int) -> None:
     check(program, options, seed)
 
 
