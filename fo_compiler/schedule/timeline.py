@@ -15,6 +15,15 @@ _WHAT = {
 }
 
 
+SHOWN = 8  # transfers in a row
+
+
+def _newest(transfers: list[str]) -> str:
+    """The transfers in flight, of many the newest."""
+    earlier = len(transfers) - SHOWN
+    return "; ".join([f"{earlier} earlier"] * (earlier > 0) + transfers[-SHOWN:]) or "-"
+
+
 def text_timeline(schedule: Schedule, rank: int) -> str:
     """Draw the program of `rank`. A row is a compute step; the right column is what is in flight meanwhile."""
 
@@ -44,11 +53,11 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
             case Store(slice_, _):
                 notes.append(f"store {name(slice_)}")
             case Compute(slice_):
-                flying = "; ".join(f"[{step}] {what}" for step, what in in_flight.items())
-                rows.append((" ".join([*notes, f"compute {name(slice_)}"]), flying or "-"))
+                flying = [f"[{step}] {what}" for step, what in in_flight.items()]
+                rows.append((" ".join([*notes, f"compute {name(slice_)}"]), _newest(flying)))
                 notes, at_the_end = [], []
     if notes:
-        rows.append((" ".join(notes), "; ".join(at_the_end) or "-"))
+        rows.append((" ".join(notes), _newest(at_the_end)))
     width = max(len("compute stream"), *(len(left) for left, _ in rows))
     count = len(schedule.computed_by(rank))
     lines = [
