@@ -121,7 +121,7 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
     allowed = tuple(m for m in asked if m <= rows)
     if not allowed or args.m % blocks:
         raise OptionError.wrong(
-            "--m", f"a multiple of the {blocks} blocks of a matmul, with {min(asked)} rows each or more", args.m
+            "--m", f"a multiple of the {blocks} ranks, with {min(asked)} rows a rank or more", args.m
         )
     columns = max(args.k, args.n) if kind is Kind.CHAIN else args.k if kind.arrives_first else args.n
     region = Region(
