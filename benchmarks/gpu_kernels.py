@@ -185,7 +185,7 @@ class _Scatter:
         )
         aligned = all(t.data_ptr() % 16 == 0 for t in (*out, *self.arriving))
         launch = matmul_reduce_scatter_launch(
-            a, b, out[0], groups, adds, self.counters, _int32(context, 1), torch.zeros_like(self.flags),
+            a, b, out[0], groups, adds, self.counters, _int32(context, 1), torch.zeros_like(self.arrived),
             allow_tf32=kind == "tf32", aligned=aligned, tile=tile or context.tile,
         )  # fmt: skip
         assert launch is not None

@@ -152,9 +152,11 @@ def values_of_copy_engine(rank: int, ranks: int) -> dict[str, Any]:
     errors: dict[str, float] = {}
     for gathered, function in ((True, _gather), (False, _scatter)):
         inputs, expected = _inputs(rank, ranks, "values", gathered), _expected(rank, ranks, gathered)
-        ways: dict[str, dict[str, Any]] = {"1 compute stream": {}, "2 compute streams": {"compute_streams": 2}}
-        if gathered:
-            ways["one kernel"] = {"slice_matmul": "whole"}
+        ways: dict[str, dict[str, Any]] = {
+            "1 compute stream": {},
+            "2 compute streams": {"compute_streams": 2},
+            "one kernel": {"slice_matmul": "whole"},
+        }
         for way, options in ways.items():
             compiled = _compiled(function, transport="copy_engine", **options)
             for _ in range(STEPS):  # slots are reused
@@ -211,10 +213,9 @@ def compare_on_gpus(rank: int, ranks: int) -> dict[str, Any]:
             "c10d": _compiled(function, transport="c10d"),
             "copy_engine": _compiled(function, transport="copy_engine"),
             "copy_engine, 2 compute streams": _compiled(function, transport="copy_engine", compute_streams=2),
+            "copy_engine, one kernel": _compiled(function, transport="copy_engine", slice_matmul="whole"),
             "AsyncTP": _async_tp(gathered),
         }
-        if gathered:
-            ways["copy_engine, one kernel"] = _compiled(function, transport="copy_engine", slice_matmul="whole")
         figures[function.__name__[1:]] = {name: _time_us(way, inputs) for name, way in ways.items()}
     return figures
 

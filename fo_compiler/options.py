@@ -60,9 +60,9 @@ class Options:
 
     slice_matmul: str = "auto"
     """What multiplies a slice: `library`: an op of ours around torch.mm, which writes in place; `triton`: our kernel, on CUDA;
-    `auto`: Inductor's matmul, or with two `compute_streams` the library's. `whole`: as `auto`, but an all-gather with one matmul
-    whose transfers are the copy engine's is one kernel where that is predicted to be faster (with rewrite='always' wherever it
-    can). It has not run on a GPU yet, so it has to be asked for."""
+    `auto`: Inductor's matmul, or with two `compute_streams` the library's. `whole`: as `auto`, but an all-gather or a
+    reduce-scatter with one matmul, whose transfers are the copy engine's, is one kernel where that is predicted to be faster
+    (with rewrite='always' wherever it can). It has not run on a GPU yet, so it has to be asked for."""
 
     agreement: str = "error"
     """When ranks decided differently about a graph that is about to run first: `error` on every rank; `plain`: all use the

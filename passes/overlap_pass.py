@@ -47,7 +47,7 @@ from .sliced_all_reduce import SlicedAllReduce, rewrite_in_slices, slice_all_red
 from .split_all_reduce import split_all_reduce, wanted_matmuls
 from .streams import assign_streams, has_streams, plan_of
 from .transports import COPY_ENGINE, choose_transport, with_copy_engine
-from .whole_regions import use_whole_gather
+from .whole_regions import KINDS, use_whole_region
 
 _SHORT = {
     Kind.ALL_GATHER: "ag",
@@ -308,13 +308,13 @@ class _Rewriter:
     def _use_one_kernel(
         self, tag: str, region: Region, schedule: Schedule, way: str, collectives: Sequence[Node]
     ) -> None:
-        """Make an all-gather region one op, where the option lets it; the records say so, or why not."""
-        if self.options.slice_matmul != "whole" or region.site.kind is not Kind.ALL_GATHER or way != COPY_ENGINE:
+        """Make a region one op, where the option lets it; the records say so, or why not."""
+        if self.options.slice_matmul != "whole" or region.site.kind not in KINDS or way != COPY_ENGINE:
             return
         value = tensor_of(region.site.value)
         machine = with_copy_engine(machine_of(self.options, value.device.type), value.nbytes / schedule.slices)
         forced = self.options.rewrite == "always"
-        _, why = use_whole_gather(self.graph, tag, schedule, machine, way, forced)
+        _, why = use_whole_region(self.graph, tag, schedule, machine, way, forced)
         for node in collectives:
             record = self.records[node.name]
             self.records[node.name] = replace(record, reason=f"{record.reason}; {why}")

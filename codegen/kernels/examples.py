@@ -93,7 +93,7 @@ def _whole_region(target: str, kind: str) -> Iterator[Launch]:
             adds if heavy else None,
             counters,
             epoch,
-            counters,
+            counters[1:],  # one for each of `adds`
             allow_tf32=tf32,
             tile=tile,
         )

@@ -9,7 +9,7 @@
     adds      int64 [A, 2]    address of a partial sum, address of the flag under which it arrives; None: nothing is added
     counters  int32 [S]       zeros; the kernel leaves zeros
     epoch     int32 [1]
-    late      int32 [S]       set to 1 for a slice whose partial sum never came
+    late      int32 [A]       set to 1 for a partial sum that never came; not read where nothing is added
 
 `scatter_tables` makes `groups` and `adds`. A place is a [rows, n] or [outer, inner, n] tensor, here (the copy engine takes it
 from there once its flag is up) or mapped from the peer (tiles are stored straight there). Places and partial sums have one dtype
@@ -110,7 +110,7 @@ def matmul_reduce_scatter_kernel(
                 arrival = tl.load(adds_ptr + 2 * i + 1).to(tl.pointer_type(tl.int32))
                 left = wait_flag(arrival, epoch, left, PLAIN)
                 if left == 0:
-                    tl.store(late_ptr + slice_, 1)
+                    tl.store(late_ptr + i, 1)
                 partial = tl.load(adds_ptr + 2 * i).to(like_ptr.dtype)
                 if ALIGNED:
                     partial = tl.multiple_of(partial, 16)
@@ -176,8 +176,9 @@ def matmul_reduce_scatter_launch(
     for tensor, name, shape in ((groups, "groups", (slices, 5)), (adds, "adds", None)):
         if tensor is not None and (tensor.dtype != torch.int64 or shape not in (None, tuple(tensor.shape))):
             raise KernelError.wrong(name, "the int64 tables of scatter_tables", f"{tensor.dtype} {tuple(tensor.shape)}")
-    for tensor, name, size in ((counters, "counters", slices), (late, "late", slices), (epoch, "epoch", 1)):
-        check_int32(tensor, name, size)
+    sizes = {"counters": (counters, slices), "late": (late, 0 if adds is None else len(adds)), "epoch": (epoch, 1)}
+    for name, (tensor, size) in sizes.items():
+        check_int32(tensor, name, size or None)
     kind = operand_kind(a.dtype, allow_tf32)
     cols, rows = b.shape[1], prod(a.shape[1:-1])
     if like.numel() == 0:

@@ -174,6 +174,9 @@ class LocalTransport:
     def begin(self, group_names: Iterable[str]) -> None:
         """Links keep the order of their messages, also from one graph to the next."""
 
+    def prepare(self, group_name: str, like: Tensor) -> None:
+        """Links are made as they are used."""
+
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> _LocalTransfer:
         world, me = self.world, self.global_rank
         members = world.members(group_name, me)

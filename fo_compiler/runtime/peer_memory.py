@@ -72,6 +72,11 @@ class PeerTransfers:
                 if peer != self.memory.rank:
                     self.memory.put_signal(peer, free(slot))
 
+    def load(self) -> None:
+        """Load the kernels of both signals, by one of this rank to itself: loading may have to wait for kernels that run."""
+        self.memory.put_signal(self.memory.rank, full(0))
+        self.memory.wait_signal(self.memory.rank, full(0))
+
     def post(self, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> None:
         """Give the current stream both directions of a step."""
         outgoing = self._chunks(send[0]) if send is not None else []
@@ -117,16 +122,24 @@ class CopyEngineTransport(C10dTransport):
         super().__init__()
         self._make_memory = make_memory or _symmetric_memory
         self._groups: dict[str, PeerTransfers] = {}
+        self._prepared: set[str] = set()
+
+    def prepare(self, group_name: str, like: Tensor) -> None:
+        if group_name not in self._prepared:
+            self._of(group_name, like).load()
+            self._prepared.add(group_name)
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
-        if group_name not in self._groups:
-            given = send or recv
-            if given is None:
-                return _OnStream()
-            ranks = self.rank_and_size(group_name)[1]
-            self._groups[group_name] = PeerTransfers(self._make_memory(group_name, given[0], ranks), ranks)
-        self._groups[group_name].post(send, recv)
+        given = send or recv
+        if given is not None:
+            self._of(group_name, given[0]).post(send, recv)
         return _OnStream()
+
+    def _of(self, group_name: str, like: Tensor) -> PeerTransfers:
+        if group_name not in self._groups:
+            ranks = self.rank_and_size(group_name)[1]
+            self._groups[group_name] = PeerTransfers(self._make_memory(group_name, like, ranks), ranks)
+        return self._groups[group_name]
 
 
 def _symmetric_memory(group_name: str, like: Tensor, ranks: int) -> PeerMemory:

@@ -65,15 +65,20 @@ def join(device: torch.device, after: Sequence[int]) -> None:
 
 
 @contextmanager
-def beside(device: torch.device, body: Callable[[], None]) -> Iterator[None]:
+def beside(device: torch.device, body: Callable[[], None], *, body_first: bool = True) -> Iterator[None]:
     """Launch `body` on the communication stream, then what runs inside on the caller's; the caller's waits for both.
 
-    Also where one of them fails half-way: the memory that the transfers use is the caller's.
+    Also where one of them fails half-way: the memory that the transfers use is the caller's. Without `body_first`, where the body
+    waits for what runs inside, that is launched first. Either way both run behind what the caller's stream held before.
     """
     try:
         with launch(device, COMM, (CALLER,), NO_EVENT):
-            body()
+            if body_first:
+                body()
         yield
+        if not body_first:
+            with launch(device, COMM, (), NO_EVENT):
+                body()
     finally:
         torch.cuda.current_stream(_index(device)).wait_stream(side_stream(device, COMM))
 

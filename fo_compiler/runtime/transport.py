@@ -46,6 +46,9 @@ class Transport(Protocol):
     def begin(self, group_names: Iterable[str]) -> None:
         """A graph with transfers in these groups starts to run. All ranks of a group begin the same graphs in one order."""
 
+    def prepare(self, group_name: str, like: Tensor) -> None:
+        """Make what transfers in the group need on the device of `like`, before a kernel runs that waits for them."""
+
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         """Start both directions together and return at once: (tensor, peer) each, or None."""
 
@@ -188,6 +191,9 @@ class C10dTransport:
     def begin(self, group_names: Iterable[str]) -> None:
         for group_name in group_names:
             self._runs[group_name].begin()
+
+    def prepare(self, group_name: str, like: Tensor) -> None:
+        """The process group is there."""
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         group, run = resolve_process_group(group_name), self._runs[group_name]

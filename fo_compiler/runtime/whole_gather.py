@@ -4,9 +4,7 @@
 
     own     this rank's slices [rows, K], in the order of their parts
     b       [K, N]
-    order   (slice, own part or -1) of each slice, in the order in which they are computed
-    posts   (slice sent, to, slice received, from) of each step, -1 where there is none
-    labels  of each step, for errors and profiles
+    order, posts, labels    the plan (`whole_plan.py`)
     out     [slices * rows, N], slice by slice
 
     communication     [transfer 0][flag][transfer 1][flag] ...
@@ -14,26 +12,19 @@
 
 On CUDA with the copy engine it is `codegen/kernels/whole_gather.py`: the flag of a slice is raised on the communication stream
 behind the transfer that brought it. Anywhere else it is the same program slice by slice.
-
-The kernel holds multiprocessors while it waits. Signals of the copy engine and flags are kernels, so some are left to them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import streams
-from .failures import transfer_failure
-from .late_flags import LateFlags
-from .profile import transfer_range
 from .transport import Transport, current_transport
+from .whole_plan import Beside, Flags, Plan, Step, in_one_kernel_here, kept, launch_arguments, transfer
 
 _LIBRARY = torch.library.Library("fo_compiler", "FRAGMENT")
 _LIBRARY.define(
@@ -41,37 +32,6 @@ _LIBRARY.define(
     "str transport='c10d') -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEFT_FREE = 8  # multiprocessors for signals and flags, a block each
-_of_thread = threading.local()
-
-
-@dataclass(frozen=True)
-class Step:
-    """The transfers of one step: slices and peers, -1 where there is none."""
-
-    sent: int
-    to: int
-    received: int
-    source: int
-    label: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A region as the op's arguments say it."""
-
-    order: tuple[tuple[int, int], ...]
-    steps: tuple[Step, ...]
-    group_name: str
-
-    @staticmethod
-    def of(order: Sequence[int], posts: Sequence[int], group_name: str, labels: Sequence[str]) -> Plan:
-        steps = zip(posts[::4], posts[1::4], posts[2::4], posts[3::4], labels, strict=True)
-        return Plan(tuple(zip(order[::2], order[1::2], strict=True)), tuple(Step(*s) for s in steps), group_name)
-
-    def own(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        return {slice_: parts[part] for slice_, part in self.order if part >= 0}
 
 
 def _gather_matmul(
@@ -85,21 +45,19 @@ def _gather_matmul(
     transport: str = "c10d",
 ) -> Tensor:
     plan, way = Plan.of(order, posts, group_name, labels), current_transport(transport)
-    if b.is_cuda and transport == "copy_engine" and b.dtype in DTYPES:
-        return in_one_kernel(plan, own, b, way)
-    return slice_by_slice(plan, own, b, way)
+    return (in_one_kernel if in_one_kernel_here(b, transport) else slice_by_slice)(plan, own, b, way)
 
 
 def slice_by_slice(plan: Plan, own: Sequence[Tensor], b: Tensor, way: Transport) -> Tensor:
     """The plain form, and what the kernel is compared with."""
-    held = {slice_: part.contiguous() for slice_, part in plan.own(own).items()}
+    held = {slice_: part.contiguous() for slice_, part in zip(plan.own_slices, own, strict=True)}
     rows, cols = own[0].shape[0], b.shape[1]
     out = b.new_empty(len(plan.order), rows, cols)
     steps = iter(plan.steps)
 
     def advance(step: Step) -> None:
         buffer = torch.empty_like(own[0], memory_format=torch.contiguous_format)
-        _transfer(step, held, buffer, plan.group_name, way)
+        transfer(step, held.get(step.sent), buffer, plan, way)
         if step.source >= 0:
             held[step.received] = buffer
 
@@ -112,53 +70,17 @@ def slice_by_slice(plan: Plan, own: Sequence[Tensor], b: Tensor, way: Transport)
     return out.view(-1, cols)
 
 
-def _transfer(step: Step, held: dict[int, Tensor], buffer: Tensor, group_name: str, way: Transport) -> None:
-    """One step, to its end on the current stream."""
-    outgoing = (held[step.sent], step.to) if step.to >= 0 else None
-    incoming = (buffer, step.source) if step.source >= 0 else None
-    try:
-        with transfer_range("post", step.label, buffer):
-            way.post(group_name, outgoing, incoming).wait()
-    except RuntimeError as error:
-        raise transfer_failure("failed", step.label, group_name, error) from error
-
-
-class _Flags:
-    """Flags of a region on the stream of one caller, whose steps follow each other: made once, never reset."""
+class _Flags(Flags):
+    """A flag a slice, and the order of the slices where the kernel reads it."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        count = len(plan.order)
         brings = {step.received: step.label for step in plan.steps if step.source >= 0}
-        self.flags = torch.zeros(count, dtype=torch.int32, device=device)
-        self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
+        super().__init__([brings.get(slice_) for slice_ in range(len(plan.order))], plan.group_name, device)
         self.order = torch.tensor(plan.order, dtype=torch.int32).to(device)
-        self.addresses = torch.tensor([self.flags[s].data_ptr() for s in range(count)]).to(device)
-        self.late = LateFlags([brings.get(s) for s in range(count)], plan.group_name, device)
-
-
-def _flags_of(plan: Plan, device: torch.device) -> _Flags:
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    kept: dict[Any, _Flags] = _of_thread.__dict__.setdefault("flags", {})
-    key = plan, str(device), stream
-    if key not in kept:
-        kept[key] = _Flags(plan, device)
-    return kept[key]
-
-
-def raise_flag(flags: _Flags, slice_: int) -> None:
-    """Say that a slice is there, behind what the current stream holds."""
-    from ..codegen.kernels.flags import set_flags
-
-    set_flags(flags.addresses[slice_ : slice_ + 1], flags.epoch)
 
 
 def in_one_kernel(
-    plan: Plan,
-    own: Sequence[Tensor],
-    b: Tensor,
-    way: Transport,
-    beside: Callable[[torch.device, Callable[[], None]], AbstractContextManager[None]] = streams.beside,
-    **launched: Any,
+    plan: Plan, own: Sequence[Tensor], b: Tensor, way: Transport, beside: Beside = streams.beside, **launched: Any
 ) -> Tensor:
     """One persistent kernel, while the transfers run `beside` it: on the communication stream.
 
@@ -166,25 +88,23 @@ def in_one_kernel(
     """
     from ..codegen.kernels.whole_gather import all_gather_matmul
 
-    flags = _flags_of(plan, b.device)
+    flags = kept(plan, b.device, lambda: _Flags(plan, b.device))
     flags.late.check()
     rows, depth = own[0].shape
     mine = own[0].contiguous()[None] if len(own) == 1 else torch.stack(list(own))
     gathered = b.new_empty(len(plan.order), rows, depth)
     out = b.new_empty(len(plan.order), rows, b.shape[1])
-    held = plan.own(list(mine))
+    held = dict(zip(plan.own_slices, mine, strict=True))
     held.update((step.received, gathered[step.received]) for step in plan.steps if step.source >= 0)
     flags.epoch.add_(1)
 
     def transfers() -> None:
         for step in plan.steps:
-            _transfer(step, held, gathered[max(step.received, 0)], plan.group_name, way)
+            transfer(step, held.get(step.sent), gathered[max(step.received, 0)], plan, way)
             if step.source >= 0:
-                raise_flag(flags, step.received)
+                flags.set(step.received)
 
-    if b.is_cuda:
-        free = torch.cuda.get_device_properties(b.device).multi_processor_count - LEFT_FREE
-        launched = {"programs": max(1, free), "allow_tf32": torch.backends.cuda.matmul.allow_tf32, **launched}
+    launched = {**launch_arguments(b.device), **launched}
     with beside(b.device, transfers):
         all_gather_matmul(mine, gathered, b, out, flags.order, flags.flags, flags.epoch, flags.late.marks, **launched)
         flags.late.watch()

@@ -259,3 +259,20 @@ def test_the_memory_of_a_group_is_made_once_and_nothing_is_kept_of_a_message(mon
     gc.collect()
     assert made == ["0"]
     assert sum(type(o) is Tensor for o in gc.get_objects()) <= before + 1  # the inboxes
+
+
+def test_what_a_waiting_kernel_needs_is_made_and_loaded_once_before_it_runs() -> None:
+    """Both signals by one of the rank to itself, which is taken again: the protocol goes on as if nothing had been."""
+    memories: list[Recorder] = []
+
+    def make(group_name: str, like: Tensor, ranks: int) -> Any:
+        memories.append(Recorder(0))
+        return memories[-1]
+
+    transport = CopyEngineTransport(make)
+    transport.rank_and_size = lambda name: (0, 3)  # type: ignore[method-assign]
+    for _ in range(2):
+        transport.prepare("0", torch.ones(1))
+    (memory,) = memories
+    assert memory.stream[-2:] == [("put", 0, full(0)), ("wait", 0, full(0))]
+    assert len(memory.stream) == 2 * SLOTS + 2

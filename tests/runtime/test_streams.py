@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fo_compiler.errors import TransferError
-from fo_compiler.runtime import failures, ops, stream_ops, streams, whole_gather
+from fo_compiler.runtime import failures, ops, stream_ops, streams, whole_gather, whole_plan, whole_scatter
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.streams import CALLER, COMM, NO_EVENT, join, launch, side_stream
+from fo_compiler.runtime.whole_plan import Flags, Plan
 
 DEVICE = torch.device("cuda", 0)
 
@@ -76,6 +77,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(streams.torch, "cuda", fake)
     monkeypatch.setattr(streams, "_streams", {})
     streams._of_thread.__dict__.clear()
+    whole_plan._of_thread.__dict__.clear()
     return fake
 
 
@@ -139,6 +141,9 @@ class Posted:
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
+
+    def prepare(self, group_name: str, like: Tensor) -> None:
+        self.cuda.work("prepare")
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Posted:
         assert send is not None
@@ -205,33 +210,71 @@ def test_compiled_slice_matmuls_write_into_one_buffer_without_a_copy() -> None:
     assert code.count("empty_strided_cpu(") <= 2  # the buffer, and the result where relu is not in place
 
 
-def gather(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """A whole all-gather region of rank 1 of 3, whose kernel and flags only say that they were launched."""
-    kernels = pytest.importorskip("fo_compiler.codegen.kernels.whole_gather")
-    monkeypatch.setattr(kernels, "all_gather_matmul", lambda *_, **__: cuda.work("kernel"))
-    monkeypatch.setattr(whole_gather, "raise_flag", lambda flags, slice_: cuda.work(f"flag {slice_}"))
-    plan = whole_gather.Plan.of([1, 0, 0, -1, 2, -1], [1, 2, 0, 0, 0, 2, 2, 0], "0", ["step 0", "step 1"])
+@pytest.fixture
+def kernels(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that only say that they were launched."""
+    pytest.importorskip("triton")
+    from fo_compiler.codegen.kernels import whole_gather as gather_kernel
+    from fo_compiler.codegen.kernels import whole_scatter as scatter_kernel
+
+    monkeypatch.setattr(gather_kernel, "all_gather_matmul", lambda *_, **__: cuda.work("kernel"))
+    monkeypatch.setattr(scatter_kernel, "matmul_reduce_scatter", lambda *_, **__: cuda.work("kernel"))
+    monkeypatch.setattr(Flags, "set", lambda flags, index: cuda.work(f"flag {index}"))
+    monkeypatch.setattr(Flags, "wait", lambda flags, index: cuda.work(f"wait for flag {index}"))
+
+
+def gather(cuda: FakeCuda) -> Tensor:
+    """A whole all-gather region of rank 1 of 3."""
+    plan = Plan.of([1, 0, 0, -1, 2, -1], [1, 2, 0, 0, 0, 2, 2, 0], "0", ["step 0", "step 1"])
     return whole_gather.in_one_kernel(plan, [torch.ones(4, 3)], torch.ones(3, 2), Posted(cuda))  # type: ignore[arg-type]
 
 
-def test_flags_of_a_whole_region_are_raised_behind_their_transfers_and_the_caller_waits_for_both(
-    on_fake_device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+def scatter(cuda: FakeCuda) -> Tensor:
+    """A whole reduce-scatter region of rank 1 of 3, direct."""
+    plan = Plan.of([0, -1, 2, -1, 1, 0], [0, 0, 1, 2, 2, 2, 1, 0], "0", ["step 0", "step 1"])
+    a, b = torch.ones(3, 4, 3), torch.ones(3, 2)
+    return whole_scatter.in_one_kernel(plan, a, b, torch.float32, Posted(cuda))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_flags_of_a_whole_gather_are_raised_behind_their_transfers_and_the_caller_waits_for_both(
+    on_fake_device: FakeCuda,
 ) -> None:
-    assert gather(on_fake_device, monkeypatch).shape == (12, 2)
+    assert gather(on_fake_device).shape == (12, 2)
     step = ["side1: post", "side1: arrive"]
     assert on_fake_device.log == [
         "side1: wait for caller", *step, "side1: flag 0", *step, "side1: flag 2", "caller: kernel", "caller: wait for side1",
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("kernels")
+def test_transfers_of_a_whole_scatter_are_launched_behind_its_kernel_and_wait_for_the_flags_of_their_slices(
+    on_fake_device: FakeCuda,
+) -> None:
+    """What they need is there before: flags are loaded, the transport is ready, and the side stream waits for no kernel."""
+    assert scatter(on_fake_device).shape == (4, 2)
+    loaded = ["caller: flag 0", "caller: wait for flag 0", "caller: prepare"]
+    step = ["side1: post", "side1: arrive"]
+    log = [
+        "side1: wait for caller", "caller: kernel",
+        "side1: wait for flag 0", *step, "side1: flag 3", "side1: wait for flag 2", *step, "side1: flag 4",
+        "caller: wait for side1",
+    ]  # fmt: skip
+    assert on_fake_device.log == [*loaded, *log]
+    scatter(on_fake_device)
+    assert on_fake_device.log == [*loaded, *log, "caller: prepare", *log]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("region", [gather, scatter])
 def test_a_whole_region_that_fails_half_way_leaves_its_memory_behind_its_transfers(
-    on_fake_device: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    region: Callable[[FakeCuda], Tensor], on_fake_device: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Posted) -> None:
         raise RuntimeError("connection closed")
 
     monkeypatch.setattr(Posted, "wait", fail)
     with pytest.raises(TransferError, match=r"transfer failed: step 0\. Cause: connection closed"):
-        gather(on_fake_device, monkeypatch)
+        region(on_fake_device)
     assert on_fake_device.log[-1] == "caller: wait for side1"
-    assert "caller: kernel" not in on_fake_device.log
+    assert ("caller: kernel" in on_fake_device.log) is (region is scatter)

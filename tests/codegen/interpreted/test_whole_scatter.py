@@ -60,7 +60,7 @@ def test_each_slice_is_its_product_and_what_arrived_and_is_whole_when_its_flag_i
         [flags[s : s + 1] if s in leaving else None for s in range(ranks * m)],
         {step: (arriving[i], arrival_flags[i : i + 1]) for i, step in enumerate(steps)},
     )
-    counters, late = torch.zeros(ranks * m, dtype=torch.int32), torch.zeros(ranks * m, dtype=torch.int32)
+    counters, late = (torch.zeros(count, dtype=torch.int32) for count in (ranks * m, len(steps)))
     seen: dict[int, torch.Tensor] = {}
 
     def transport(pause: Pause) -> None:
@@ -123,3 +123,16 @@ def test_places_of_different_strides_are_refused() -> None:
         scatter_tables(
             order, [torch.zeros(4, 6), torch.zeros(6, 4).t()], [None, None], {1: (torch.zeros(4, 6), int32(0))}
         )
+
+
+def test_a_partial_sum_that_never_comes_is_marked_by_its_place_in_the_table() -> None:
+    order = scatter_order(build(Kind.REDUCE_SCATTER, "direct", 3, 1), 1)
+    places, arriving = torch.empty(3, 4, 6), torch.zeros(2, 4, 6)
+    flags, arrived = int32(0, 0, 0), int32(5, 4)  # the second one of epoch 5 is missing
+    partials = {step: (arriving[i], arrived[i : i + 1]) for i, step in enumerate(order[-1].adds)}
+    groups, adds = scatter_tables(order, list(places), [flags[:1], None, flags[2:]], partials)
+    a, b, late = torch.ones(3, 4, 5), torch.ones(5, 6), int32(0, 0)
+    launched = {"tile": TILE, "polls": 3, "aligned": False}
+    matmul_reduce_scatter(a, b, places[0], groups, adds, int32(0, 0, 0), int32(5), late, **launched)
+    assert late.tolist() == [0, 1]
+    assert flags.tolist() == [5, 0, 5]
