@@ -151,9 +151,12 @@ def test_a_flag_is_raised_after_the_tile_was_stored_by_all_threads_and_counted()
     release = ptx.index("st.release.sys.global")
     assert count < release
     assert "bar.sync" in ptx[count:release]
-    # What is added is read after its flag.
-    acquire = ptx.index("ld.acquire.sys.global")
-    assert "bar.sync" in ptx[acquire : ptx.index("ld.global", acquire)]
+    # What is added is read in the block that follows when its flag was seen and all threads have met.
+    met = ptx.index("bar.sync", ptx.index("ld.acquire.sys.global"))
+    following = re.search(r"bra(?:\.uni)?\s+(\$\w+);", ptx[met:])
+    assert following is not None
+    block = ptx[ptx.index(f"\n{following[1]}:") :]
+    assert "ld.global.v4" in block[: block.index("\n$L__BB", 1)]
 
 
 @pytest.mark.nightly
