@@ -26,8 +26,8 @@ from ..schedule.presets import default_machine, find_machine
 from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
 from .regions import NoMatmul, Region, most_slices, plan_chain, plan_region, slices_of, ways_of
-from .rules import ATTENTIONS, FIRST_FACTOR, tensor_operands
-from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of
+from .rules import ATTENTIONS, FIRST_FACTOR
+from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of, tensor_operands
 from .sites import Site
 from .sizes import SizeNodes, UnknownSize
 

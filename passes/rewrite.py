@@ -22,7 +22,7 @@ from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
 from ..torch_adapter import without_guards
 from .attention import sliced_call
 from .regions import Region
-from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, WIDE_PRODUCT, aten, prims, tensor_operands
+from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, WIDE_PRODUCT, aten, prims
 from .separability import (
     SIXTEEN_BIT,
     Cut,
@@ -34,6 +34,7 @@ from .separability import (
     shape_of,
     strides_that_matter,
     tensor_of,
+    tensor_operands,
 )
 from .sites import Site
 from .sizes import Size, SizeNodes, as_size, quotient

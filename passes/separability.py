@@ -115,6 +115,13 @@ def argument(node: Node, name: str) -> Any:
     raise KeyError(name)
 
 
+def tensor_operands(node: Node) -> list[Node]:
+    """The tensor inputs of a node, each as often as it is used."""
+    operands: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), operands.append)
+    return [o for o in operands if isinstance(o.meta.get("val"), (torch.Tensor, tuple, list))]
+
+
 def tensor_of(node: Node) -> torch.Tensor:
     """The fake tensor of a node that yields one tensor, or the first one of a node that yields several."""
     value = node.meta.get("val")
