@@ -22,7 +22,7 @@ _SWEEP = f"--sweep --rate {RATE} --slice-mb 1 --repeats 7 --budget-s 4"
 # Name -> module and arguments; the file of the results has the same name.
 PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "overlap_example": (overlap.main, "--kind all_gather --ranks 4 --rate 1gbit --slice-mb 2 --slice-ms 25"),
-    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 8"),
+    "overlap_uniform": (overlap.main, f"{_SWEEP} --ranks 4 --ranks 2 --minutes 12"),
     "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --minutes 4"),
     "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --minutes 4"),
     "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 6"),

@@ -24,19 +24,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.fx import Node
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.fx import Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
 if __name__ == "__main__" and not __package__:
@@ -47,6 +44,7 @@ from benchmarks.world import World, shaping_here
 from fo_compiler.schedule import Kind
 from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.matmul import Measured
+from fo_compiler.torch_adapter import memory_bandwidth
 
 PHASES = ("forward", "backward")
 SCHEDULED = {
@@ -78,11 +76,16 @@ def estimated_ms(machine_file: str, node: Node, override_size: int | None = None
     machine = Machine.load(machine_file)
     assert isinstance(machine.matmul, Measured)
 
-    def value(argument: Any) -> Any:
-        return argument.meta.get("val") if isinstance(argument, Node) else argument
+    tensors: list[torch.Tensor] = []
 
-    args, kwargs, out = tree_map(value, (node.args, node.kwargs, value(node)))
-    tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+    def value(argument: Node) -> Any:
+        found = argument.meta.get("val")
+        if isinstance(found, torch.Tensor):
+            tensors.append(found)
+        return found
+
+    args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
+    out = value(node)
     kind = COLLECTIVES.get(getattr(node.target, "_opname", ""))
     if kind is not None:
         ranks = dist.get_world_size()
@@ -94,12 +97,6 @@ def estimated_ms(machine_file: str, node: Node, override_size: int | None = None
         flop_per_us = max(point.flop / point.time_us for point in machine.matmul.points)
         return float(flop_of(*args, **kwargs, out_val=out)) / flop_per_us / 1e3
     return sum(tensor.nbytes for tensor in tensors) / machine.matmul.memory_GBps / 1e6
-
-
-def memory_of(machine_file: str) -> AbstractContextManager[Any]:
-    """Let Inductor's scheduler read this machine's memory bandwidth, in GB/s, where it would ask a GPU for its own."""
-    machine = Machine.load(machine_file)
-    return patch("torch.utils._runtime_estimation.get_gpu_dram_gbps", lambda: machine.matmul.memory_GBps, create=True)
 
 
 def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
@@ -117,6 +114,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
         "scheduled": ("inductor", {**SCHEDULED, ESTIMATION: partial(estimated_ms, machine)}),
         "flashoverlap": ("flashoverlap", {"machine": machine}),
     }
+    memory_GBps = Machine.load(machine).matmul.memory_GBps
     found: dict[str, Any] = {name: {"losses": [], "step_ms": []} for name in ways}
     running: dict[str, Step] = {}
     with record() as report:
@@ -124,7 +122,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
             step = _trainer(backend, options, config, batches)
             start = time.perf_counter()
             try:
-                with memory_of(machine):
+                with memory_bandwidth(memory_GBps):
                     found[name]["losses"].append(step(0))
             except Exception as error:  # of the competitor's settings, on this device
                 if name == "flashoverlap":

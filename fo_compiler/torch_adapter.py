@@ -500,3 +500,9 @@ def async_tp_ops() -> Any:
     import torch.distributed._symmetric_memory
 
     return torch.ops.symm_mem
+
+
+def memory_bandwidth(GBps: float) -> AbstractContextManager[Any]:
+    """Let Inductor's overlap scheduler take this where it asks a GPU for its own, on a machine without one
+    (torch.utils._runtime_estimation, 2.11 to 2.14)."""
+    return patch("torch.utils._runtime_estimation.get_gpu_dram_gbps", lambda: GBps, create=True)

@@ -97,8 +97,9 @@ def test_all_reduces_that_are_left_alone_train_as_under_plain_inductor(world: Wo
 
 def test_all_reduces_train_as_under_plain_inductor(world: Worlds) -> None:
     done = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "always")))
-    assert rewritten(done) >= 5
-    assert any(not record.rewritten for record in done), "that of the embedding has no matmul"
+    assert rewritten(done) == len(done) >= 6, (
+        "that of the embedding, too: its gather half hides under the matmuls behind"
+    )
     halved = [record for record in done if " + " in (record.schedule or "")]
     assert {record.graph for record in halved} == {"forward", "backward"}
 
