@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 import fo_compiler
 from tests.distributed import checks
 from tests.distributed.harness import World
-from tests.recipes import Recipe, forward_of, inputs_of, recipes
+from tests.recipes import GROUPS, Recipe, forward_of, inputs_of, recipes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 NIGHTLY_EXAMPLES = int(os.environ.get("FO_FUZZ_COMPILES", "200"))
@@ -33,8 +35,19 @@ def step(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> l
     return [output.detach() for output in outputs] + list(torch.autograd.grad(loss, leaves, materialize_grads=True))
 
 
+@cache
+def process_group(name: str) -> str:
+    """The group of this rank that recipes call `name`, as c10d calls it. All ranks ask for the same ones, in one order."""
+    parts = GROUPS[dist.get_world_size()][name]
+    groups = [dist.group.WORLD if len(parts) == 1 else dist.new_group(list(ranks)) for ranks in parts]
+    (mine,) = [group for ranks, group in zip(parts, groups, strict=True) if dist.get_rank() in ranks]
+    assert isinstance(mine, dist.ProcessGroup)
+    return str(mine.group_name)
+
+
 def compiled_is_as_eager(recipe: Recipe, schedule: str) -> tuple[int, int]:
     """Two steps of the compiled program against one in eager mode; how many collectives were rewritten, of how many."""
+    recipe = replace(recipe, groups=tuple((process_group(name), ranks) for name, ranks in recipe.groups))
     inputs = inputs_of(recipe, dist.get_world_size(), 0)[dist.get_rank()]
     want = step(forward_of(recipe), inputs)
     registry = torch._C._distributed_c10d._get_work_registry_size()
