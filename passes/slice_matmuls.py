@@ -17,8 +17,8 @@ import torch
 from torch.fx import Graph, Node
 
 from ..runtime import stream_ops
-from .rewrite import Place
 from .separability import shape_of, tensor_of
+from .slice_writer import Place
 
 aten = torch.ops.aten
 

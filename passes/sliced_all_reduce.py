@@ -26,11 +26,11 @@ from ..schedule.sliced_collective import Slices as Series
 from .decide import LONG_ROWS, Product, first_factor, machine_of, product_of, slice_bytes_of
 from .edit import c10d
 from .regions import Region, most_slices, plan_region
-from .rewrite import Writer, replace_region
 from .rules import aten
 from .separability import NotSeparable, Slices, example_shape, tensor_of
 from .sites import Site
 from .sizes import Size
+from .slice_writer import SliceWriter, replace_region
 
 UNITS = 64  # how finely slices are sized
 
@@ -143,29 +143,27 @@ class _Spans(Slices):
         return super().bounds(first, row)[0], super().bounds(self.ends[index] - 1, row)[1]
 
 
-class _Writer(Writer):
+class _Writer(SliceWriter):
     def __init__(self, graph: Graph, sliced: SlicedAllReduce, tag: str, which: str, after: Node) -> None:
-        super().__init__(graph, sliced.region, None, tag, which, after)
+        super().__init__(graph, sliced.region, tag, which, after)
         units = self.slices
         self.slices = _Spans(units.ranks, units.per_rank, units.rows, sliced.series.ends)
+        self.sums: list[Node] = []
 
-    def _program(self) -> None:
+    def program(self) -> None:
+        op, group_name = self.site.collective.args[1:3]
         for index in range(self.slices.count):
-            self._compute(index)
+            value = self.compute(index)[self.site.value]
+            arguments = (value, op, group_name)
+            self.sums.append(
+                self.emit("sum", c10d.all_reduce.default, arguments, index, stream=Stream.COMM, pinned=True)
+            )
             self.step += 1
 
-    def _accumulate(self, slice_: int, value: Node) -> None:
-        """Start the sum over the ranks of what is computed."""
-        op, group_name = self.site.collective.args[1:3]
-        assert self.site.collective.target is c10d.all_reduce.default
-        self.sums[slice_] = self._emit(
-            "sum", c10d.all_reduce.default, (value, op, group_name), slice_, stream=Stream.COMM, pinned=True
-        )
-
-    def _summed_result(self) -> Node:
+    def results(self) -> dict[Node, Node]:
         parts = [
-            self._emit("wait", c10d.wait_tensor.default, (summed,), slice_, pinned=True)
-            for slice_, summed in self.sums.items()
+            self.emit("wait", c10d.wait_tensor.default, (summed,), index, pinned=True)
+            for index, summed in enumerate(self.sums)
         ]
-        joined = parts[0] if len(parts) == 1 else self._emit("result", aten.cat.default, (parts, self.site.dim), None)
-        return self._with_strides_of(self.site.wait, joined)
+        joined = self.emit("result", aten.cat.default, (parts, self.site.dim), None)
+        return {self.site.wait: self.with_strides_of(self.site.wait, joined)}

@@ -33,9 +33,9 @@ from torch.fx import Graph, Node
 from ..runtime import ops, stream_ops
 from ..runtime.streams import CALLER, COMM, COMPUTE, NO_EVENT
 from .races import Launch, Plan
-from .rewrite import Place
 from .rules import RESHAPES, VIEWS
 from .separability import tensor_of
+from .slice_writer import Place
 
 
 def has_streams(graph: Graph) -> bool:

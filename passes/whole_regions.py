@@ -15,8 +15,8 @@ from ..codegen.choice import FUSED, choose_kernel
 from ..errors import MachineError
 from ..schedule import Kind, Schedule
 from ..schedule.machine import Machine
-from .rewrite import Place
 from .separability import shape_of
+from .slice_writer import Place
 from .whole_gather import read_gather
 from .whole_nodes import NotWhole, RegionNodes, WholeRegion, Writer, aten
 from .whole_scatter import read_scatter

@@ -20,6 +20,7 @@ from .machine import Machine
 
 Cost = Callable[[Fraction], float]  # time in us, of a share of the whole
 COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
+CAUTION = 1.25  # slices shrink as if collectives took so many times as long as the machine says
 STEEPEST = 8.0  # a slice has at most this many times the rows of the next one
 
 
@@ -77,7 +78,9 @@ def choose_slices(
 
 
 def _ratio(compute_us: float, collective_us: float) -> float:
-    return min(max(collective_us / compute_us if compute_us else STEEPEST, 1 / STEEPEST), STEEPEST)
+    """By what the sizes of slices change. One that is too small for the collective before it exposes all that is left of it."""
+    ratio = collective_us / compute_us if compute_us else STEEPEST
+    return min(max(ratio, 1 / STEEPEST, min(CAUTION * ratio, 1.0)), STEEPEST)
 
 
 def series(units: int, ratio: float) -> Iterator[Slices]:

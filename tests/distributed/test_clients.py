@@ -69,7 +69,8 @@ def test_llama_of_transformers_with_its_own_tensor_parallel_plan(tmp_path: Path)
 
 def test_a_mixture_of_experts_of_transformers_with_its_own_tensor_parallel_plan(tmp_path: Path) -> None:
     records = on_two_ranks(tmp_path / "cache", checks.model_trains, saved("mixtral", tmp_path))
-    assert_only_routing_is_left(records, "all-gather half")
+    # The only matmul behind the last layer's experts is that of the logits, and hides their gather.
+    assert_only_routing_is_left(records, "all-gather half", but=1)
 
 
 def test_grouped_matmuls_of_a_mixture_of_experts_hide_their_sums(
@@ -84,14 +85,15 @@ def test_grouped_matmuls_of_a_mixture_of_experts_hide_their_sums(
     assert_only_routing_is_left(records, "along dim 1")
 
 
-def assert_only_routing_is_left(records: list[Record], said_of_experts: str) -> None:
-    """The gradients of the routing weights, two numbers a token, are left alone; the sums of experts are not."""
+def assert_only_routing_is_left(records: list[Record], said_of_experts: str, but: int = 0) -> None:
+    """The gradients of the routing weights, two numbers a token, are left alone; the sums of experts are not, `but` so many."""
     assert len(records) == 17
     left = left_alone(records)
-    assert [record.tensor for record in left] == ["float32[32, 2] along dim 0"] * SIZES["num_hidden_layers"]
+    routing = [record for record in left if record.tensor == "float32[32, 2] along dim 0"]
+    assert len(routing) == len(left) - but == SIZES["num_hidden_layers"]
     assert all("index_put" in record.reason for record in left)
-    experts = [record for record in records if "[32, 64]" in record.tensor]
-    assert len(experts) == 2 * SIZES["num_hidden_layers"]
+    experts = [record for record in records if "[32, 64]" in record.tensor and record.rewritten]
+    assert len(experts) == 2 * SIZES["num_hidden_layers"] - but
     for record in experts:
         assert said_of_experts in f"{record.tensor} {record.reason}", record
 

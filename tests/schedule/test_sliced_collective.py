@@ -41,7 +41,7 @@ def test_slices_share_all_units_in_few_forms(units: int, ratio: float) -> None:
     for slices in found:
         assert sum(slices.shares) == pytest.approx(1.0)
         assert all(end > start for start, end in slices.bounds)
-    assert [len(slices.ends) for slices in found] == sorted(len(slices.ends) for slices in found)
+    assert len(found) == len(set(found))
 
 
 @pytest.mark.parametrize("ends", [(), (4,), (3, 3, 8), (0, 8), (8, 9)])
@@ -71,6 +71,19 @@ def test_smaller_slices_come_last_where_communication_is_short_and_first_where_i
     assert list(short.slices.shares) == sorted(short.slices.shares, reverse=True)
     assert list(long.slices.shares) == sorted(long.slices.shares)
     assert Slices(8, (4, 7, 8)).describe() == "library x3 (4:3:1)"
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.4, 0.8, 1.2, 2.0])
+def test_slices_do_well_where_collectives_are_slower_than_the_machine_says(ratio: float) -> None:
+    """A fifth slower: what is exposed of them is little more than with slices for the true time."""
+    got, true = (
+        choose_slices(simple_machine(), 64, lambda share: 100.0 * share, lambda share, r=r: 100 * r * share)
+        for r in (ratio, 1.2 * ratio)
+    )
+    assert got is not None
+    assert true is not None
+    us = sliced_us(simple_machine(), got.slices, lambda share: 100.0 * share, lambda share: 120 * ratio * share)
+    assert us <= 1.03 * true.predicted_us
 
 
 def test_what_a_slice_costs_limits_their_number() -> None:
