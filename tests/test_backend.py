@@ -279,6 +279,7 @@ def gathered_matmul_autograd(x: Tensor, w: Tensor) -> Tensor:
     return funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD) @ w
 
 
+@pytest.mark.slow
 def test_a_collective_without_a_matmul_is_left_with_a_reason() -> None:
     report, code = compiled(gathered_only, ALWAYS)
     (record,) = report.records

@@ -85,6 +85,7 @@ def test_plain_inductor_inside_the_block_does_what_the_backend_does() -> None:
     assert [record.rewritten for record in report.records] == [True]
 
 
+@pytest.mark.slow
 def test_after_the_block_inductor_is_as_it_was() -> None:
     original = inductor.compile_fx
     with fo_compiler.installed(rewrite="always"):

@@ -91,6 +91,7 @@ def test_what_lies_between_a_gather_and_a_scatter_is_unchanged(program: Program,
     check(program, options, seed)
 
 
+@pytest.mark.slow
 @settings(PROFILE, max_examples=EXAMPLES // 4)
 @given(
     st.one_of(

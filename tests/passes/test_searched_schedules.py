@@ -69,6 +69,7 @@ def test_a_skewed_machine_file_gets_a_searched_schedule(kind: Kind, tmp_path: Pa
     assert record.schedule.startswith("searched")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 4), st.integers(1, 2), st.data())
 def test_what_the_search_proposes_computes_what_the_collective_does(

@@ -63,6 +63,7 @@ def test_golden_sliced_all_reduce() -> None:
     check_golden("all_reduce_library.txt", graph_text(gm.graph))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.sampled_from([2, 3, 4]),

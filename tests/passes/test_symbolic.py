@@ -78,6 +78,7 @@ def guards(gm: fx.GraphModule) -> int:
     return len(size.node.shape_env.guards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
     [
@@ -184,6 +185,7 @@ def test_what_the_program_says_of_a_size_is_used_and_no_guard_is_added(
     assert guards_of(gm) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiple", [N, 2 * N])
 def test_a_rank_has_several_slices_of_what_the_program_says_divides_by_the_ranks(multiple: int) -> None:
     def function(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -148,6 +148,7 @@ def lengths_that_run(gm: fx.GraphModule, lengths: Sequence[int]) -> Sequence[int
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [

@@ -194,6 +194,7 @@ def test_a_model_runs_in_each_grad_mode_with_fullgraph(fake_world: None, context
     assert y.is_inference() == (context is torch.inference_mode)
 
 
+@pytest.mark.slow
 def test_autocast_casts_as_without_us(fake_world: None) -> None:
     records, y = run_under(torch.autocast("cpu", torch.bfloat16))
     assert y.dtype == torch.bfloat16

@@ -219,6 +219,7 @@ def random_machine(data: st.DataObject, ranks: int) -> Machine:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=max(60, INSTANCES), deadline=None)
 @given(st.data())
 def test_no_schedule_on_any_machine_beats_the_bound(data: st.DataObject) -> None:

@@ -138,6 +138,7 @@ def test_the_k_slice_overlap_exposes_one_chunk_of_the_smaller_side() -> None:
     assert sliced_us(40.0, 80.0, 4) == 90.0
 
 
+@pytest.mark.slow
 def test_results_are_not_sent_slice_by_slice_to_hundreds_of_ranks() -> None:
     machine = PRESETS["h100-nvlink-infiniband"]
     choice = choose(Kind.ALL_GATHER_OUT, machine, 256, Region(lambda m: 1000 / m + 5, 1e7))

@@ -39,6 +39,7 @@ def test_a_slow_link_is_gone_round(kind: Kind, ranks: int) -> None:
     assert simulate(build(kind, "ring", ranks), machine, cost).makespan_us > 3 * found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_no_family_beats_the_choice(kind: Kind) -> None:
     for machine in (one_slow_link(4), one_slow_rank(4)):
@@ -54,6 +55,7 @@ def test_no_family_beats_the_choice(kind: Kind) -> None:
 TIMES = [0.0, 0.2, 1.0, 3.0, 10.0]
 
 
+@pytest.mark.slow
 @settings(max_examples=int(os.environ.get("FO_TEST_INSTANCES", "25")), deadline=None)
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 5), st.integers(1, 3), st.data())
 def test_whatever_the_search_proposes_is_a_right_schedule(kind: Kind, ranks: int, m: int, data: st.DataObject) -> None:
