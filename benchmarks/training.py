@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,12 @@ def calibrate(path: str) -> None:
         calibration.machine.save(path)
 
 
+load = cache(Machine.load)  # Inductor's scheduler asks for the time of every node
+
+
 def estimated_ms(machine_file: str, node: Node, override_size: int | None = None) -> float:
     """What a node takes by the machine of this run, for Inductor's scheduler: by itself it asks a GPU, and finds none here."""
-    machine = Machine.load(machine_file)
+    machine = load(machine_file)
     assert isinstance(machine.matmul, Measured)
 
     tensors: list[torch.Tensor] = []
@@ -114,7 +117,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
         "scheduled": ("inductor", {**SCHEDULED, ESTIMATION: partial(estimated_ms, machine)}),
         "flashoverlap": ("flashoverlap", {"machine": machine}),
     }
-    memory_GBps = Machine.load(machine).matmul.memory_GBps
+    memory_GBps = load(machine).matmul.memory_GBps
     found: dict[str, Any] = {name: {"losses": [], "step_ms": []} for name in ways}
     running: dict[str, Step] = {}
     with record() as report:

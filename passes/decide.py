@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, prod
+from typing import TypeAlias
 
 import torch
 from torch.fx import Node
@@ -62,6 +63,10 @@ class Product:
         # A batched matmul fills the machine like one with as many rows.
         matmul_us = machine.matmul_us(sizes["batch"] * sizes["m"], sizes["k"], sizes["n"], dtype)
         return matmul_us + (machine.add_us(self.sum_bytes) if self.sum_bytes and share < 1 else 0.0)
+
+
+Products: TypeAlias = tuple[tuple[Product, str], ...]
+WHOLE = Fraction(1)
 
 
 @dataclass(frozen=True)
@@ -207,7 +212,7 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         site.kind,
         machine,
         site.ranks,
-        tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls),
+        products_of(region),
         slice_bytes_of(region),
         None if options.schedule == "auto" and len(allowed) > 1 else allowed,
         slices_per_rank,
@@ -222,7 +227,7 @@ def _choose(
     kind: Kind,
     machine: Machine,
     ranks: int,
-    products: tuple[tuple[Product, str], ...],
+    products: Products,
     slice_bytes: float,
     allowed: tuple[str, ...] | None,
     slices_per_rank: tuple[int, ...],
@@ -230,15 +235,10 @@ def _choose(
     margin: float,
     max_buffer_bytes: float | None,
 ) -> Choice:
-    def compute_us(slices: int) -> float:
-        # Measured times may say that slices take less than the whole does: the error of a measurement is no gain.
-        sliced_us = sum(product.slice_us(machine, dtype, slices) for product, dtype in products)
-        return sliced_us if slices == 1 else max(sliced_us, compute_us(1) / slices)
-
     numbers = RegionNumbers(
-        compute_us=lambda m: compute_us(kind.blocks(ranks) * m),
+        compute_us=lambda m: body_us(products, machine, Fraction(1, kind.blocks(ranks) * m)),
         slice_bytes=slice_bytes,
-        whole_compute_us=compute_us(1),
+        whole_compute_us=body_us(products, machine, WHOLE),
         finish_us=finish_us,
     )
     return choose(
@@ -274,6 +274,20 @@ def _finish_us(region: Region, machine: Machine) -> float:
     # Cut along another dim they are joined along both; and what is not gathered along dim 0 is joined without us, too.
     copies = (1 if site.dim == dim else 2) - (1 if site.glue else 0)
     return copies * machine.copy_us(prod(example_shape(whole)) * tensor_of(whole).element_size())
+
+
+def products_of(region: Region) -> Products:
+    """The matmuls of a region, each with the dtype that it multiplies in."""
+    return tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls)
+
+
+def body_us(products: Products, machine: Machine, share: Fraction) -> float:
+    """Time of the matmuls on a share of the whole.
+
+    Measured times may say that slices take less than the whole does: the error of a measurement is no gain.
+    """
+    us = sum(product.share_us(machine, dtype, share) for product, dtype in products)
+    return us if share == WHOLE else max(us, body_us(products, machine, WHOLE) * share)
 
 
 def product_of(region: Region, node: Node) -> Product:

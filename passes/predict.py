@@ -8,7 +8,7 @@ from ..schedule import Schedule
 from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.simulate import Simulation, simulate
-from .decide import first_factor, machine_of, product_of, slice_bytes_of
+from .decide import machine_of, products_of, slice_bytes_of
 from .regions import Region
 from .separability import tensor_of
 
@@ -36,7 +36,7 @@ def predicted_us(region: Region, schedule: Schedule, machine: Machine) -> float 
 
 def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool) -> Simulation | None:
     site, m = region.site, schedule.slices_per_rank
-    products = [(product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls]
+    products = products_of(region)
     try:
         numbers = RegionNumbers(
             lambda m: sum(

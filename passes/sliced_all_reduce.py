@@ -23,7 +23,7 @@ from ..schedule.choose import collective_us
 from ..schedule.machine import Machine
 from ..schedule.sliced_collective import SlicedTime, choose_slices
 from ..schedule.sliced_collective import Slices as Series
-from .decide import LONG_ROWS, Product, first_factor, machine_of, product_of, slice_bytes_of
+from .decide import LONG_ROWS, WHOLE, Products, body_us, machine_of, products_of, slice_bytes_of
 from .edit import c10d
 from .regions import Region, most_slices, plan_region
 from .rules import aten
@@ -55,7 +55,6 @@ def slice_all_reduce(site: Site, options: Options, reserved: frozenset[Node]) ->
     """
     if options.schedule not in ("auto", LIBRARY) or site.ranks == 1:
         return None
-    machine_of(options, tensor_of(site.value).device.type)
     best: SlicedAllReduce | None = None
     try:
         finest = options.slices_per_rank or max(1, min(UNITS // site.ranks, most_slices(site, LONG_ROWS)))
@@ -72,15 +71,11 @@ def slice_all_reduce(site: Site, options: Options, reserved: frozenset[Node]) ->
 def _predicted(region: Region, options: Options) -> SlicedAllReduce | None:
     site = region.site
     machine = machine_of(options, tensor_of(site.value).device.type)
-    products = tuple((product_of(region, node), str(tensor_of(first_factor(node)).dtype)) for node in region.matmuls)
     equal = options.slices_per_rank is not None
-    chosen, plain_us = _chosen(machine, site.ranks, region.slices, products, slice_bytes_of(region), equal)
+    chosen, plain_us = _chosen(machine, site.ranks, region.slices, products_of(region), slice_bytes_of(region), equal)
     if chosen is None:
         return None
-    # What the slices are joined by reads and writes the result once.
-    joined_us = (
-        2 * prod(example_shape(site.value)) * tensor_of(site.value).element_size() / (machine.matmul.memory_GBps * 1e3)
-    )
+    joined_us = machine.copy_us(prod(example_shape(site.value)) * tensor_of(site.value).element_size())
     predicted_us = chosen.predicted_us + joined_us
     saved_us = plain_us - predicted_us
     if options.rewrite == "auto" and saved_us <= options.margin * plain_us:
@@ -99,23 +94,20 @@ def _chosen(
     machine: Machine,
     ranks: int,
     units: int,
-    products: tuple[tuple[Product, str], ...],
+    products: Products,
     slice_bytes: float,
     equal: bool,
 ) -> tuple[SlicedTime | None, float]:
     """The best slices, and the time of the plain all-reduce behind its matmuls."""
-    whole = Fraction(1)
 
     def compute_us(share: Fraction) -> float:
-        # Measured times may say that slices take less than the whole does: the error of a measurement is no gain.
-        us = sum(product.share_us(machine, dtype, share) for product, dtype in products)
-        return us if share == whole else max(us, share * compute_us(whole))
+        return body_us(products, machine, share)
 
     def summed_us(share: Fraction) -> float:
         return collective_us(Kind.ALL_REDUCE, machine, ranks, float(share) * slice_bytes)
 
     scale = max(machine.scale(rank) for rank in range(ranks))
-    plain_us = compute_us(whole) * scale + summed_us(whole)
+    plain_us = compute_us(WHOLE) * scale + summed_us(WHOLE)
     return choose_slices(machine, units, compute_us, summed_us, equal=equal), plain_us
 
 
