@@ -147,6 +147,11 @@ def publish(graph: GraphRecords) -> None:
         log.debug("%s", record)
 
 
+def is_recording() -> bool:
+    """Whether a `record()` block is open, in any thread."""
+    return bool(_recorders)
+
+
 def payload_key(payload: str) -> str:
     """The key of the records in a payload, without reading them."""
     return payload[:16]

@@ -80,13 +80,19 @@ class Agreements:
     """Which graphs have been agreed on in which group: one a process, or one a rank of a local world."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, tuple[str, ...]] = {}  # key of a graph's records -> its groups, once all agreed
+        self._groups: dict[
+            str, tuple[str, ...]
+        ] = {}  # key of a graph's records -> groups of its transfers, once all agreed
+        self.settled: set[str] = set()  # the keys of those without transfers: nothing is left to do before they run
         self._refused: dict[tuple[str, str], AgreementError] = {}  # group, decisions -> what came of it
         self._history: dict[str, list[Decisions]] = defaultdict(list)  # group -> graphs by number, from 1
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def before_run(self, meetings: Meetings, payload: str) -> tuple[str, ...]:
-        """The groups of a graph that is about to run. Compares ranks if it is the first time; raises AgreementError."""
+        """The groups in which a graph that is about to run has transfers.
+
+        Compares ranks if it is the first time; raises AgreementError.
+        """
         key = payload_key(payload)
         groups = self._groups.get(key)
         if groups is None:
@@ -95,7 +101,10 @@ class Agreements:
             if graph.agreement != "off":
                 for group_name, records in by_group.items():
                     self.agree(meetings, group_name, decisions(records))
-            groups = self._groups[key] = tuple(by_group)
+            groups = tuple(name for name, records in by_group.items() if any(record.rewritten for record in records))
+            self._groups[key] = groups
+            if not groups:
+                self.settled.add(key)
         return groups
 
     def agree(self, meetings: Meetings, group_name: str, mine: Decisions) -> None:
