@@ -99,8 +99,10 @@ def _serve(rank: int, ranks: int, rendezvous: str, cache_dir: str, connection: C
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache_dir
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compile workers a rank
     import torch
+    import torch._inductor.config
     import torch.distributed as dist
 
+    torch._inductor.config.cpp.simdlen = 1  # kernels without vector types compile in two thirds of the time
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
