@@ -106,7 +106,7 @@ def bound_of(case: Case, compute_us: float, network: Network) -> Bound:
 def speed(network: Network) -> float:
     if isinstance(network, Matrix):
         return statistics.median(v for a, row in enumerate(network.bandwidth_GBps) for b, v in enumerate(row) if a != b)
-    return network.fabric(2).alone_GBps(1)
+    return network.fabric(2).alone_GBps[1]
 
 
 COLUMNS = ("ratio", "serial_ms", "inductor_ms", "sliced_ms", "overlap_ms", "compute_ms", "comm_ms", "bound_ms")

@@ -52,10 +52,6 @@ class Product:
     cut: str
     sum_bytes: int = 0
 
-    def slice_us(self, machine: Machine, dtype: str, slices: int) -> float:
-        """Time of the matmul on one of `slices` slices."""
-        return self.share_us(machine, dtype, Fraction(1, slices))
-
     def share_us(self, machine: Machine, dtype: str, share: Fraction) -> float:
         """Time of the matmul on a share of the whole."""
         sizes = {"batch": self.batch, "m": self.m, "k": self.k, "n": self.n}
@@ -235,21 +231,27 @@ def _choose(
     margin: float,
     max_buffer_bytes: float | None,
 ) -> Choice:
-    numbers = RegionNumbers(
-        compute_us=lambda m: body_us(products, machine, Fraction(1, kind.blocks(ranks) * m)),
-        slice_bytes=slice_bytes,
-        whole_compute_us=body_us(products, machine, WHOLE),
-        finish_us=finish_us,
-    )
     return choose(
         kind,
         machine,
         ranks,
-        numbers,
+        numbers_of(kind, machine, ranks, products, slice_bytes, finish_us),
         families=allowed,
         slices_per_rank=slices_per_rank,
         margin=margin,
         max_buffer_bytes=max_buffer_bytes,
+    )
+
+
+def numbers_of(
+    kind: Kind, machine: Machine, ranks: int, products: Products, slice_bytes: float, finish_us: float = 0.0
+) -> RegionNumbers:
+    """A region in the cost model's terms."""
+    return RegionNumbers(
+        compute_us=lambda m: body_us(products, machine, Fraction(1, kind.blocks(ranks) * m)),
+        slice_bytes=slice_bytes,
+        whole_compute_us=body_us(products, machine, WHOLE),
+        finish_us=finish_us,
     )
 
 

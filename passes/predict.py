@@ -5,10 +5,9 @@ from __future__ import annotations
 from ..errors import MachineError
 from ..options import Options
 from ..schedule import Schedule
-from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.simulate import Simulation, simulate
-from .decide import machine_of, products_of, slice_bytes_of
+from .decide import machine_of, numbers_of, products_of, slice_bytes_of
 from .regions import Region
 from .separability import tensor_of
 
@@ -36,14 +35,8 @@ def predicted_us(region: Region, schedule: Schedule, machine: Machine) -> float 
 
 def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool) -> Simulation | None:
     site, m = region.site, schedule.slices_per_rank
-    products = products_of(region)
     try:
-        numbers = RegionNumbers(
-            lambda m: sum(
-                product.slice_us(machine, dtype, site.kind.blocks(site.ranks) * m) for product, dtype in products
-            ),
-            slice_bytes_of(region),
-        )
+        numbers = numbers_of(site.kind, machine, site.ranks, products_of(region), slice_bytes_of(region))
         return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=spans)
     except MachineError:  # the machine has no such matmul, or another number of ranks
         return None

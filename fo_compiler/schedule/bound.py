@@ -15,12 +15,14 @@ reaches the others after that. The reasons are written out in docs/scheduling.md
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from .ir import Kind
 from .machine import Machine
-from .network import BYTES_PER_US_PER_GBPS, Fabric, Uniform
+from .network import BYTES_PER_US_PER_GBPS, Uniform
 from .simulate import RegionCost
 
 
@@ -56,14 +58,33 @@ class Certificate:
         return f"{share:.1%} above the lower bound of {self.bound.us / 1e3:.4g} ms ({self.bound.why})"
 
 
+class _Crossing(NamedTuple):
+    """The links that cross the border of a group of ranks in one direction."""
+
+    links: frozenset[tuple[float, float]]  # those that differ: latency_us, GB/s alone
+    links_GBps: float  # of all of them
+    ports_GBps: float  # of the ports at either end, which together they cannot outrun
+
+
+@lru_cache(maxsize=8192)  # the same for all sizes and numbers of slices
+def _crossing(machine: Machine, ranks: int, inside: frozenset[int], mirrored: bool) -> _Crossing:
+    """From the other ranks to those `inside`. With `mirrored`, time runs backwards: what leaves is what arrives."""
+    fabric = machine.fabric(ranks)
+    outside = [rank for rank in range(ranks) if rank not in inside]
+    links = [fabric.link(i, o) if mirrored else fabric.link(o, i) for o in outside for i in sorted(inside)]
+    ends = [sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links}) for end in (0, 1)]
+    pairs = [(fabric.latency_us[link], fabric.alone_GBps[link]) for link in links]
+    return _Crossing(frozenset(pairs), sum(GBps for _, GBps in pairs), min(ends))
+
+
 class _Border:
     """What crosses the border of a group of ranks: how soon, and how fast."""
 
-    def __init__(self, links: list[tuple[float, float]], ports_GBps: float, cost: RegionCost, machine: Machine) -> None:
-        """`links` are (latency_us, GB/s alone) of those that cross; together they cannot outrun the ports at either end."""
+    def __init__(self, crossing: _Crossing, cost: RegionCost, machine: Machine) -> None:
+        links, links_GBps, ports_GBps = crossing
         self.latency_us = min(latency for latency, _ in links)
-        slowest, together = min(GBps for _, GBps in links), sum(GBps for _, GBps in links)
-        rate = min(together, ports_GBps) * BYTES_PER_US_PER_GBPS
+        slowest = min(GBps for _, GBps in links)
+        rate = min(links_GBps, ports_GBps) * BYTES_PER_US_PER_GBPS
         self.slice_us = (cost.slice_bytes + machine.gap_us * slowest * BYTES_PER_US_PER_GBPS) / rate
         self.one_us = min(
             latency + machine.gap_us + cost.slice_bytes / (GBps * BYTES_PER_US_PER_GBPS) for latency, GBps in links
@@ -72,29 +93,25 @@ class _Border:
     @classmethod
     def of(cls, machine: Machine, ranks: int, inside: Iterable[int], cost: RegionCost, *, mirrored: bool) -> _Border:
         """From the other ranks to those `inside`. With `mirrored`, time runs backwards: what leaves is what arrives."""
-        network = machine.network
-        if isinstance(network, Uniform):  # all ranks alike: the port of one
-            port = network.port_GBps or network.bandwidth_GBps
-            alone = (network.latency_us, min(network.bandwidth_GBps, port))
-            return cls([alone] * (ranks - 1), port, cost, machine)
-        fabric, within = machine.fabric(ranks), frozenset(inside)
-        outside = [rank for rank in range(ranks) if rank not in within]
-        links = [fabric.link(i, o) if mirrored else fabric.link(o, i) for o in outside for i in sorted(within)]
-        ends = [sum(fabric.port_GBps[port] for port in {fabric.ports[link][end] for link in links}) for end in (0, 1)]
-        return cls([(fabric.latency_us[link], fabric.alone_GBps(link)) for link in links], min(ends), cost, machine)
+        if isinstance(machine.network, Uniform):  # all ranks alike: the port of one
+            return cls(_one_port(machine.network, ranks - 1), cost, machine)
+        return cls(_crossing(machine, ranks, frozenset(inside), mirrored), cost, machine)
 
     @classmethod
     def both_ways(cls, machine: Machine, ranks: int, cost: RegionCost) -> _Border:
         """In and out of one rank of a uniform network through its only port."""
-        network = machine.network
-        assert isinstance(network, Uniform)
-        port = network.port_GBps or network.bandwidth_GBps
-        alone = (network.latency_us, min(network.bandwidth_GBps, port))
-        return cls([alone] * (2 * (ranks - 1)), port, cost, machine)
+        assert isinstance(machine.network, Uniform)
+        return cls(_one_port(machine.network, 2 * (ranks - 1)), cost, machine)
 
     def nth_us(self, n: int) -> float:
         """The n-th crossing is not over before this."""
         return max(self.one_us, self.latency_us + n * self.slice_us)
+
+
+def _one_port(network: Uniform, links: int) -> _Crossing:
+    port = network.port_GBps or network.bandwidth_GBps
+    alone = min(network.bandwidth_GBps, port)
+    return _Crossing(frozenset({(network.latency_us, alone)}), links * alone, port)
 
 
 def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, cost: RegionCost) -> Bound:
@@ -104,21 +121,22 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
     t_c = [cost.compute_us * scale for scale in scales]
     if ranks == 1:
         return Bound(m * t_c[0], "its compute")
-    # On a uniform machine the ports of rank 0 speak for all.
-    some = [0] if machine.is_uniform else list(range(ranks))
-    groups, distance = [], []
+    # Where all ranks are alike the ports of rank 0 speak for all.
+    some = [0] if machine.has_equal_ranks else list(range(ranks))
+    groups: Sequence[frozenset[int]] = ()
+    ways: dict[int, _Ways] = {}
     if not isinstance(machine.network, Uniform):
-        groups, distance = _groups(machine.fabric(ranks)), _distances(machine.fabric(ranks), cost, machine)
+        groups, ways = _groups(machine, ranks), _ways(machine, ranks, cost)
     bounds = [Bound(_work_us(kind, machine, ranks, m, cost, rank), f"work of rank {rank}") for rank in some]
     if kind is Kind.ALL_REDUCE:
         bounds += _all_reduce_bounds(machine, ranks, m, cost, t_c, some, groups)
-        if distance:
-            bounds += [
-                Bound(ranks * m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some
-            ]
+        bounds += [
+            Bound(ranks * m * t_c[r] + max(way.out_us), f"the last slice of rank {r} on its way")
+            for r, way in ways.items()
+        ]
         return max(bounds, key=lambda bound: bound.us)
     if kind is Kind.ALL_GATHER_OUT:
-        bounds += _gather_out_bounds(machine, ranks, m, cost, t_c, some, groups, distance)
+        bounds += _gather_out_bounds(machine, ranks, m, cost, t_c, some, groups, ways)
         return max(bounds, key=lambda bound: bound.us)
     if kind is Kind.CHAIN:
         bounds += _chain_bounds(machine, ranks, m, cost, t_c, some, groups)
@@ -134,8 +152,9 @@ def lower_bound(kind: Kind, machine: Machine, ranks: int, slices_per_rank: int, 
         border = _Border.of(machine, ranks, [r], cost, mirrored=mirrored)
         bounds.append(Bound(border.nth_us(1) + n * t_c[r], f"the first slice to {verb} rank {r}, then its compute"))
         bounds.append(Bound(border.nth_us(n) + t_c[r], f"{n} slices {verb} rank {r} through its port"))
-        if distance:
-            far = sorted(distance[r][o] if mirrored else distance[o][r] for o in range(ranks) if o != r)
+        if r in ways:
+            us = ways[r].out_us if mirrored else ways[r].in_us
+            far = sorted(us[:r] + us[r + 1 :])
             bounds += [Bound(far[i] + (n - i * m) * t_c[r], f"the way to rank {r} from afar") for i in range(ranks - 1)]
         # The other side of the port: what each rank owns has to get out at all (in an all-to-all, to everybody).
         other = _Border.of(machine, ranks, [r], cost, mirrored=not mirrored)
@@ -192,7 +211,7 @@ def _all_reduce_bounds(
     cost: RegionCost,
     t_c: list[float],
     some: list[int],
-    groups: list[frozenset[int]],
+    groups: Sequence[frozenset[int]],
 ) -> list[Bound]:
     """Each rank sends something about every slice and receives something about every slice, after some compute."""
     slices = ranks * m
@@ -224,8 +243,8 @@ def _gather_out_bounds(
     cost: RegionCost,
     t_c: list[float],
     some: list[int],
-    groups: list[frozenset[int]],
-    distance: list[list[float]],
+    groups: Sequence[frozenset[int]],
+    ways: dict[int, _Ways],
 ) -> list[Bound]:
     """The slices of all others enter each rank: none before it is computed, and the last of each when all of them are."""
     bounds = []
@@ -245,8 +264,7 @@ def _gather_out_bounds(
                 )
                 for computed in {1, m}
             ]
-    if distance:
-        bounds += [Bound(m * t_c[r] + max(distance[r]), f"the last slice of rank {r} on its way") for r in some]
+    bounds += [Bound(m * t_c[r] + max(way.out_us), f"the last slice of rank {r} on its way") for r, way in ways.items()]
     return bounds
 
 
@@ -257,7 +275,7 @@ def _chain_bounds(
     cost: RegionCost,
     t_c: list[float],
     some: list[int],
-    groups: list[frozenset[int]],
+    groups: Sequence[frozenset[int]],
 ) -> list[Bound]:
     """n slices have to enter each rank and are computed there, and a sum of each has to leave it."""
     n = (ranks - 1) * m
@@ -294,33 +312,54 @@ def _all_ports(machine: Machine, ranks: int) -> tuple[float, float]:
     return min(fabric.latency_us[link] for link in links), sum(fabric.port_GBps[port] for port in ports)
 
 
-def _groups(fabric: Fabric) -> list[frozenset[int]]:
+@lru_cache(maxsize=64)
+def _groups(machine: Machine, ranks: int) -> tuple[frozenset[int], ...]:
     """Groups of ranks whose border may be narrow: the nodes, and what falls apart when slow links are taken away."""
+    fabric = machine.fabric(ranks)
+    if machine.has_equal_ranks:  # one node speaks for all; more of them have as many ways out each
+        return tuple(frozenset(island) for island in fabric.islands[:1])
     groups = {frozenset(island) for island in fabric.islands}
-    links = [
-        (fabric.alone_GBps(fabric.link(a, b)), a, b) for a in range(fabric.ranks) for b in range(fabric.ranks) if a != b
-    ]
+    links = [(fabric.alone_GBps[fabric.link(a, b)], a, b) for a in range(ranks) for b in range(ranks) if a != b]
     # Single-linkage clustering: join the ranks along ever slower links, and note each group that arises.
-    group_of = {rank: frozenset({rank}) for rank in range(fabric.ranks)}
+    group_of = {rank: frozenset({rank}) for rank in range(ranks)}
     for _, a, b in sorted(links, key=lambda link: -link[0]):
         if group_of[a] is not group_of[b]:
             joined = group_of[a] | group_of[b]
             groups.add(joined)
             for rank in joined:
                 group_of[rank] = joined
-    proper = [group for group in groups if 1 < len(group) < fabric.ranks]
-    return sorted(proper, key=lambda group: (len(group), sorted(group)))
+    proper = [group for group in groups if 1 < len(group) < ranks]
+    return tuple(sorted(proper, key=lambda group: (len(group), sorted(group))))
 
 
-def _distances(fabric: Fabric, cost: RegionCost, machine: Machine) -> list[list[float]]:
-    """Time of one slice along the quickest path from each rank to each other, forwarded whole at each stop."""
-    ranks = range(fabric.ranks)
-    best = [
-        [0.0 if a == b else fabric.transfer_us(a, b, cost.slice_bytes) + machine.gap_us for b in ranks] for a in ranks
+class _Ways(NamedTuple):
+    """Time of one slice along the quickest path, forwarded whole at each stop; by the other rank, 0 for the own."""
+
+    out_us: list[float]
+    in_us: list[float]
+
+
+def _ways(machine: Machine, ranks: int, cost: RegionCost) -> dict[int, _Ways]:
+    """By rank; of rank 0 only where all are alike."""
+    fabric = machine.fabric(ranks)
+    direct = [
+        [0.0 if a == b else fabric.transfer_us(a, b, cost.slice_bytes) + machine.gap_us for b in range(ranks)]
+        for a in range(ranks)
     ]
-    for via in ranks:
-        row = best[via]
-        for a in ranks:
-            to_via = best[a][via]
-            best[a] = [old if old <= to_via + way else to_via + way for old, way in zip(best[a], row, strict=True)]
+    if machine.has_equal_ranks:
+        from_0 = _quickest(direct, 0)
+        return {0: _Ways(from_0, from_0)}
+    best = [_quickest(direct, rank) for rank in range(ranks)]
+    return {rank: _Ways(best[rank], [row[rank] for row in best]) for rank in range(ranks)}
+
+
+def _quickest(direct: list[list[float]], start: int) -> list[float]:
+    """Dijkstra's algorithm on all pairs."""
+    best = direct[start].copy()
+    left = set(range(len(direct))) - {start}
+    while left:
+        via = min(left, key=best.__getitem__)
+        left.remove(via)
+        there = best[via]
+        best = [old if old <= there + way else there + way for old, way in zip(best, direct[via], strict=True)]
     return best

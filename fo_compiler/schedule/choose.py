@@ -159,8 +159,10 @@ def ranks_per_node(machine: Machine, ranks: int) -> int | None:
 
 def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
     """The families that make sense on a machine, in the order in which ties are broken."""
-    if kind is Kind.CHAIN:
-        return tuple(FAMILIES[kind])
+    if (
+        kind is Kind.CHAIN
+    ):  # between huge nodes it takes many seconds to simulate; its two ends are regions of their own
+        return tuple(FAMILIES[kind]) if ranks <= HUGE_GROUP or machine.is_uniform else ()
     if kind is Kind.ALL_GATHER_OUT and ranks > HUGE_GROUP:
         return ()  # every slice has N - 1 messages: they take seconds to simulate, and most of the time of a small slice
     if is_irregular(machine):

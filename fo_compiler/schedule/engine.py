@@ -192,7 +192,7 @@ class Engine:
     def _post(self, rank: int, step: int, link_id: int, sent: str | None) -> None:
         link = self.links.get(link_id)
         if link is None:
-            alone = self.fabric.alone_GBps(link_id) * BYTES_PER_US_PER_GBPS
+            alone = self.fabric.alone_GBps[link_id] * BYTES_PER_US_PER_GBPS
             link = self.links[link_id] = _Link(self.size_bytes + self.gap_us * alone)
         steps = self.outstanding[rank]
         steps[step] = steps.get(step, 0) + 1

@@ -19,7 +19,7 @@ from ..errors import MachineError
 from .ir import COLLECTIVES, Kind
 from .machine_json import decode, encode
 from .matmul import MatmulModel, Roofline, dtype_name
-from .network import Fabric, Network, Uniform
+from .network import Fabric, Matrix, Network, Uniform
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Machine:
     def is_uniform(self) -> bool:
         """All ranks and all pairs alike, so that one rank of a uniform schedule stands for all."""
         return self.network.is_uniform and len(set(self.compute_scale)) <= 1
+
+    @property
+    def has_equal_ranks(self) -> bool:
+        """Every rank sees the same machine: all ranks compute alike, and all pairs, or all nodes, are alike."""
+        return not isinstance(self.network, Matrix) and len(set(self.compute_scale)) <= 1
 
     def fabric(self, ranks: int) -> Fabric:
         """The links of the first `ranks` ranks. Raises MachineError where the network has another number."""

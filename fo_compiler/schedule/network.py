@@ -16,6 +16,7 @@ Units: microseconds and GB/s, where 1 GB/s = 1000 bytes per microsecond.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import MachineError
 
@@ -36,14 +37,18 @@ class Fabric:
     def link(self, source: int, destination: int) -> int:
         return source * self.ranks + destination
 
-    def alone_GBps(self, link: int) -> float:
-        """Bandwidth of a transfer that shares its ports with nobody."""
-        return min(self.bandwidth_GBps[link], *(self.port_GBps[port] for port in self.ports[link]))
+    @cached_property
+    def alone_GBps(self) -> tuple[float, ...]:
+        """By link: bandwidth of a transfer that shares its ports with nobody."""
+        return tuple(
+            min(wire, *(self.port_GBps[port] for port in ports))
+            for wire, ports in zip(self.bandwidth_GBps, self.ports, strict=True)
+        )
 
     def transfer_us(self, source: int, destination: int, size_bytes: float) -> float:
         """Time of one message that is alone on the network."""
         link = self.link(source, destination)
-        return self.latency_us[link] + size_bytes / (self.alone_GBps(link) * BYTES_PER_US_PER_GBPS)
+        return self.latency_us[link] + size_bytes / (self.alone_GBps[link] * BYTES_PER_US_PER_GBPS)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def _proposals(kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCos
     if not kind.arrives_first and kind is not Kind.ALL_GATHER_OUT:
         fabric = _mirrored(fabric)
     size_us = [
-        machine.gap_us + cost.slice_bytes / (fabric.alone_GBps(link) * BYTES_PER_US_PER_GBPS)
+        machine.gap_us + cost.slice_bytes / (fabric.alone_GBps[link] * BYTES_PER_US_PER_GBPS)
         for link in range(ranks**2)
     ]
     for family in FAMILIES[kind] if kind in _FAMILIES_ALONE else () if kind.is_all_to_all else ("ring",):

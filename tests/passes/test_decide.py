@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fo_compiler.options import Options
 from fo_compiler.passes.decide import Product, decide, families, product_of
+from fo_compiler.passes.predict import predict
 from fo_compiler.passes.regions import plan_region
 from fo_compiler.passes.sites import Site
 from fo_compiler.schedule.machine import Machine
@@ -116,7 +117,7 @@ def test_the_cost_of_a_matmul_is_that_of_the_dim_that_is_cut(function, shapes, p
     assert product_of(region, region.matmuls[0]) == product
 
 
-def test_no_more_than_the_communication_is_predicted_to_be_hidden(tmp_path: Path) -> None:
+def test_no_more_than_the_communication_is_predicted_to_be_hidden_and_a_dump_shows_that_time(tmp_path: Path) -> None:
     """Measured points that call a slice of 256 rows ten times as fast as an eighth of 2048."""
     points = (MatmulPoint(2048, 512, 512, "bf16", 8000.0), MatmulPoint(256, 512, 512, "bf16", 100.0))
     machine = Machine("measured", "a test", Uniform(1.0, 1.0), Measured(points, 10.0))
@@ -125,3 +126,7 @@ def test_no_more_than_the_communication_is_predicted_to_be_hidden(tmp_path: Path
     decision = decide(mlp_site(2048, 512, 512), Options(rewrite="always", machine=str(path)))
     assert decision.choice is not None
     assert 0 < decision.choice.hidden_fraction <= 1 + 1e-9
+    assert decision.schedule is not None
+    shown = predict(decision.region, decision.schedule, Options(machine=str(path)))
+    assert shown is not None
+    assert shown.makespan_us == pytest.approx(decision.choice.predicted_us)

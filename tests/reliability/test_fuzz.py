@@ -18,7 +18,7 @@ from fo_compiler.testing import assert_equivalent
 from tests.graphs import capture
 from tests.recipes import GROUPS, Recipe, forward_of, inputs_of, recipes, step_of
 
-EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "80"))
 NIGHTLY_EXAMPLES = int(os.environ.get("FO_FUZZ_EXAMPLES", "10000"))
 
 forced = st.builds(

@@ -259,3 +259,27 @@ def test_a_certificate_tells_the_gap() -> None:
     assert not certificate.is_optimal
     assert "9.1% above the lower bound" in str(certificate)
     assert "optimal: it meets" in str(Certificate(100.0, Bound(100.0, "work")))
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_where_all_ranks_are_alike_one_of_them_speaks_for_all(data: st.DataObject) -> None:
+    """The short way through equal nodes gives what the bound finds when it looks at every rank and every group."""
+
+    def level() -> Uniform:
+        latency, GBps = data.draw(st.sampled_from([0.0, 1.0, 20.0])), data.draw(st.sampled_from([1.0, 5.0, 50.0]))
+        return Uniform(latency, GBps, data.draw(st.sampled_from([0.0, GBps, 3 * GBps])), data.draw(st.booleans()))
+
+    per_node, nodes = data.draw(st.sampled_from([2, 3, 4])), data.draw(st.sampled_from([1, 2, 3]))
+    inside, across = level(), level()
+    if across.bandwidth_GBps > inside.bandwidth_GBps:
+        inside, across = across, inside  # else nodes are no groups with a narrow border
+    network = TwoLevel(per_node, inside, across, data.draw(st.sampled_from([0.0, 2.0, 30.0])))
+    ranks, kind, m = per_node * nodes, data.draw(st.sampled_from(list(Kind))), data.draw(st.sampled_from([1, 2, 5]))
+    cost = RegionCost(data.draw(st.sampled_from([0.1, 10.0, 1000.0])), data.draw(st.sampled_from([10.0, 1e4, 1e6])))
+    alike = simple_machine(network=network, gap_us=0.5)
+    unlike = simple_machine(network=network, gap_us=0.5, compute_scale=(*[1.0] * (ranks - 1), 1.0 + 1e-12))
+    assert alike.has_equal_ranks
+    assert not unlike.has_equal_ranks
+    short, full = (lower_bound(kind, machine, ranks, m, cost) for machine in (alike, unlike))
+    assert short.us == pytest.approx(full.us, rel=1e-9), (short, full)
