@@ -10,26 +10,32 @@ from torch.fx import Graph, Node
 
 from ..runtime import ops
 from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
+from ..schedule.transform import own_together
 from .regions import Region
 from .rules import aten
-from .separability import SIXTEEN_BIT, Cut, Slices, bounds, local_shape, shape_of, tensor_of, tensor_operands
+from .separability import SIXTEEN_BIT, Cut, Slices, Spans, bounds, local_shape, shape_of, tensor_of, tensor_operands
 from .sites import Site
 from .sizes import Size
 from .slice_writer import SliceWriter, replace_region
 
 
-def rewrite_region(graph: Graph, region: Region, schedule: Schedule, tag: str, which: str) -> None:
+def rewrite_region(
+    graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, join_own: bool = True
+) -> None:
     """Replace `region` by the program of this rank. The graph is valid before and after; nodes keep their values.
 
     Errors and profiles name its steps by `tag`, which is the region's, and by `which` graph it is (forward, backward, inference).
+    With `join_own` a rank's own slices are computed in one piece, where nothing waits for a part of them.
     """
-    replace_region(graph, region, lambda after: _ScheduleWriter(graph, region, schedule, tag, which, after))
+    replace_region(graph, region, lambda after: _ScheduleWriter(graph, region, schedule, tag, which, after, join_own))
 
 
 class _ScheduleWriter(SliceWriter):
     """Turns the actions of one rank into nodes."""
 
-    def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, after: Node) -> None:
+    def __init__(
+        self, graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, after: Node, join_own: bool
+    ) -> None:
         super().__init__(graph, region, tag, which, after)
         self.schedule = schedule
         self.summed = region.scatter or region.site  # where sums travel: the collective that makes them
@@ -37,16 +43,29 @@ class _ScheduleWriter(SliceWriter):
         self.sums: dict[int, Node] = {}  # scatter and reduce: running sums
         self.transfers: dict[int, tuple[Node, Node, Post]] = {}  # step -> receive buffer, what was sent, its post
         self.received: dict[int, Node] = {}  # step -> awaited partial, or finished, sum
+        self.actions = schedule.program(self.site.rank)
+        self.own: tuple[int, ...] = ()  # slices of this rank that are computed in one piece
+        self.units = self.slices  # as they travel
+        together = own_together(schedule, self.site.rank) if join_own else None
+        # A tensor that is read as [outer, rows] is joined without a copy only where all slices are equal.
+        if together is not None and all(cut.outer == 1 for cut in region.cuts.values()):
+            self.actions, self.own = together
+            first = self._index(self.own[0])
+            ends = (*range(1, first + 1), *range(first + len(self.own), self.units.count + 1))
+            self.slices = Spans(self.units.ranks, self.units.per_rank, self.units.rows, ends)
 
     # --- the program ------------------------------------------------------------------------------------------------
 
     def program(self) -> None:
         if self.region.is_gather:
             self._own_slices()
-        for action in self.schedule.program(self.site.rank):
+        for action in self.actions:
             match action:
                 case Compute(slice_):
-                    self._compute(slice_)
+                    if slice_ not in self.own:
+                        self._compute(slice_)
+                    elif slice_ == self.own[0]:
+                        self._compute_own()
                     self.step += 1
                 case Post():
                     self._post(action)
@@ -69,11 +88,17 @@ class _ScheduleWriter(SliceWriter):
         """What this rank has at the start: its shard, in parts; in an all-to-all a block for each peer, in parts."""
         site, m = self.site, self.region.slices_per_rank
         for slice_ in self.schedule.owned_by(site.rank):
-            piece, part = site.shard, slice_ % m
-            if site.kind.is_all_to_all:
-                peer = self.schedule.destination(slice_)
-                piece = self._part(piece, site.peer_dim, Slices(site.ranks), peer, slice_)
-            self.held[slice_] = self._part(piece, site.dim, replace(self.slices, ranks=1), part, slice_)
+            self.held[slice_] = self._own_part(self._own_block(slice_), slice_ % m, slice_)
+
+    def _own_block(self, slice_: int) -> Node:
+        """What this rank has at the start for one peer in an all-to-all; its shard, in any other kind."""
+        site = self.site
+        if not site.kind.is_all_to_all:
+            return site.shard
+        return self._part(site.shard, site.peer_dim, Slices(site.ranks), self.schedule.destination(slice_), slice_)
+
+    def _own_part(self, block: Node, part: int, slice_: int) -> Node:
+        return self._part(block, self.site.dim, replace(self.units, ranks=1), part, slice_)
 
     def _part(self, node: Node, dim: int, parts: Slices, index: int, slice_: int) -> Node:
         """One of the `parts` of a tensor."""
@@ -94,6 +119,19 @@ class _ScheduleWriter(SliceWriter):
                 return slice_ % m
             case _:
                 return slice_
+
+    def _compute_own(self) -> None:
+        """The own slices in one piece; of its result each travels, or is added to, by itself."""
+        first = self.own[0]
+        local = self.compute(self._index(first), self._own_block(first) if self.region.is_gather else None)
+        if self.region.is_gather:
+            return
+        for part, slice_ in enumerate(self.own):
+            piece = self._own_part(local[self.site.value], part, slice_)
+            if self.site.kind.reduces:
+                self._accumulate(slice_, piece)
+            else:
+                self.held[slice_] = piece
 
     def _compute(self, slice_: int) -> None:
         gathers = self.region.is_gather
@@ -136,7 +174,7 @@ class _ScheduleWriter(SliceWriter):
         self.transfers[post.step] = (buffer, sent, post)
 
     def _travelling_shape(self, site: Site, slice_: int) -> list[Size]:
-        return local_shape(shape_of(site.value), Cut(site.dim), self.slices, self._index(slice_))
+        return local_shape(shape_of(site.value), Cut(site.dim), self.units, self._index(slice_))
 
     def _slice_like(self, site: Site, held: dict[int, Node], slice_: int) -> Node:
         """A tensor like a slice as it travels: one at hand, or an empty one before the first is computed."""

@@ -50,6 +50,11 @@ class Slices:
         return self.ranks * self.per_rank
 
     @property
+    def numbers(self) -> Sequence[int]:
+        """Of the slices, in their order."""
+        return range(self.count)
+
+    @property
     def are_equal(self) -> bool:
         return self.rows == self.per_rank
 
@@ -63,6 +68,25 @@ class Slices:
     def fewest_rows(self) -> Size:
         """Rows of the shortest slice."""
         return floor_quotient(self.rows, self.per_rank)
+
+
+@dataclass(frozen=True)
+class Spans(Slices):
+    """Neighbouring slices taken together, up to each of the `ends`; such a span goes by the number of its first slice."""
+
+    ends: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (0, *self.ends[:-1])
+
+    @property
+    def are_equal(self) -> bool:
+        return False
+
+    def bounds(self, index: int, row: Size) -> tuple[Size, Size]:
+        last = min(end for end in self.ends if end > index) - 1
+        return super().bounds(index, row)[0], super().bounds(last, row)[1]
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class SliceWriter(ABC):
         write its slice in place, and a view puts the rows in order: free for the pointwise op that reads it.
         """
         cut, n = self.region.cuts[node], self.slices.count
-        pieces = [self.pieces[node][slice_] for slice_ in range(n)]
+        pieces = [self.pieces[node][slice_] for slice_ in self.slices.numbers]
         if cut.outer != 1 and not self.slices.are_equal:
             return self.with_strides_of(node, self._join_unequal(node, cut, pieces))
         joined = self.emit(f"join_{node.name}", aten.cat.default, (pieces, cut.dim), None, of=node)
@@ -213,7 +213,7 @@ class SliceWriter(ABC):
         """The same from slices of unequal sizes, between whose rows no view finds the next slice: they are copied."""
         name, shape, dim = f"join_{node.name}", shape_of(node), cut.dim
         parts = []
-        for index, piece in enumerate(pieces):
+        for index, piece in zip(self.slices.numbers, pieces, strict=True):
             start, stop = bounds(shape, cut, self.slices, index)
             rows = [*shape[:dim], cut.outer, stop - start, *shape[dim + 1 :]]
             parts.append(self.emit(name, aten.reshape.default, (piece, rows), None, of=node))

@@ -27,9 +27,8 @@ from .decide import LONG_ROWS, WHOLE, Products, body_us, machine_of, products_of
 from .edit import c10d
 from .regions import Region, most_slices, plan_region
 from .rules import aten
-from .separability import NotSeparable, Slices, example_shape, tensor_of
+from .separability import NotSeparable, Spans, example_shape, tensor_of
 from .sites import Site
-from .sizes import Size
 from .slice_writer import SliceWriter, replace_region
 
 UNITS = 64  # how finely slices are sized
@@ -116,35 +115,16 @@ def rewrite_in_slices(graph: Graph, sliced: SlicedAllReduce, tag: str, which: st
     replace_region(graph, sliced.region, lambda after: _Writer(graph, sliced, tag, which, after))
 
 
-@dataclass(frozen=True)
-class _Spans(Slices):
-    """Neighbouring slices of a region, taken together: span i is made of slices `ends[i - 1]` up to `ends[i]`."""
-
-    ends: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        return len(self.ends)
-
-    @property
-    def are_equal(self) -> bool:
-        return False
-
-    def bounds(self, index: int, row: Size) -> tuple[Size, Size]:
-        first = self.ends[index - 1] if index else 0
-        return super().bounds(first, row)[0], super().bounds(self.ends[index] - 1, row)[1]
-
-
 class _Writer(SliceWriter):
     def __init__(self, graph: Graph, sliced: SlicedAllReduce, tag: str, which: str, after: Node) -> None:
         super().__init__(graph, sliced.region, tag, which, after)
         units = self.slices
-        self.slices = _Spans(units.ranks, units.per_rank, units.rows, sliced.series.ends)
+        self.slices = Spans(units.ranks, units.per_rank, units.rows, sliced.series.ends)
         self.sums: list[Node] = []
 
     def program(self) -> None:
         op, group_name = self.site.collective.args[1:3]
-        for index in range(self.slices.count):
+        for index in self.slices.numbers:
             value = self.compute(index)[self.site.value]
             arguments = (value, op, group_name)
             self.sums.append(
@@ -155,7 +135,7 @@ class _Writer(SliceWriter):
     def results(self) -> dict[Node, Node]:
         parts = [
             self.emit("wait", c10d.wait_tensor.default, (summed,), index, pinned=True)
-            for index, summed in enumerate(self.sums)
+            for index, summed in zip(self.slices.numbers, self.sums, strict=True)
         ]
         joined = self.emit("result", aten.cat.default, (parts, self.site.dim), None)
         return {self.site.wait: self.with_strides_of(self.site.wait, joined)}

@@ -3,6 +3,7 @@
     reverse      a gather run backwards in time is a scatter: where a slice was passed on, sums now come together
     gather_out   a gather of parts that are computed one after the other: each is passed on while the next are computed
     all_reduce   the reduce-scatter of one part, with the all-gather of the part before it in flight underneath
+    own_together one rank's own slices side by side, to be computed in one piece
 
 So a family is written once, as a gather, and the kinds in which results leave follow from it.
 """
@@ -13,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from .ir import Action, Add, Compute, Post, Program, Recv, Send, Store, Wait
+from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Store, Wait
 
 SliceMap = Callable[[int], int]
+# Kinds in which a rank's own slices neither wait for a transfer nor does one wait for them.
+OWN_ALONE = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_TO_ALL_OUT)
 
 
 def reverse(program: Program, *, reduces: bool, rename: SliceMap = lambda slice_: slice_) -> Program:
@@ -160,3 +163,26 @@ def _with_slices(action: Action, rename: SliceMap) -> Action:
             )
         case Wait():
             return action
+
+
+def own_together(schedule: Schedule, rank: int) -> tuple[Program, tuple[int, ...]] | None:
+    """The program of `rank` with its own slices computed one right behind the other, and which these are.
+
+    What needs no transfer, or leaves in none, is cut for the transfers' sake alone. Where slices arrive it comes first, and only
+    posts lie between: they do not wait for compute. Where results leave it comes last, and what lies between only takes sums in.
+    None where a rank has one slice of its own, or where it would keep something waiting.
+    """
+    kind, m = schedule.kind, schedule.slices_per_rank
+    if kind not in OWN_ALONE or m == 1:
+        return None
+    first = (rank * schedule.ranks + rank if kind.is_all_to_all else rank) * m
+    own = tuple(range(first, first + m))
+    program = schedule.program(rank)
+    places = [i for i, action in enumerate(program) if isinstance(action, Compute) and action.slice in own]
+    start, stop = places[0], places[-1] + 1
+    between = tuple(action for i, action in enumerate(program[start:stop], start) if i not in places)
+    if not all(isinstance(action, Post if kind.arrives_first else (Wait, Add)) for action in between):
+        return None
+    pieces = tuple(Compute(slice_) for slice_ in own)
+    together = (*between, *pieces) if kind.arrives_first else (*pieces, *between)
+    return (*program[:start], *together, *program[stop:]), own

@@ -116,7 +116,8 @@ def test_gradients_of_a_tensor_parallel_block_are_unchanged(b: dict[str, Any], o
         parameters = iter(weights)
         extra = x.new_zeros(())
         for _ in range(b["layers"]):
-            h = F.layer_norm(x, (sizes[-1],)) if b["norm"] else x
+            # With the usual eps the norm of two near numbers makes 1e-10 of a rounding error, in two layers and back.
+            h = F.layer_norm(x, (sizes[-1],), eps=0.1) if b["norm"] else x
             h = AllGather.apply(h, dim, ranks) if sequence_parallel else h
             outs = []
             for _ in range(b["branches"]):

@@ -118,7 +118,7 @@ def test_a_region_as_one_op_gives_what_the_plain_graph_gives(
     kind, shapes = BODIES[body]
     inputs = on_each_rank(RANKS, *shapes)
     plain = capture(body, inputs[0])
-    options = Options(rewrite="always", schedule=family, slices_per_rank=m)
+    options = Options(rewrite="always", schedule=family, slices_per_rank=m, slice_matmul="whole")
     world = LocalWorld(RANKS)
     graphs = []
     for rank in range(RANKS):
@@ -250,7 +250,7 @@ def test_unless_it_is_forced_the_model_chooses(body: Body, form: str | None, mon
 
 def test_a_slice_that_leaves_before_an_earlier_one_is_done_keeps_its_kernel() -> None:
     """The one kernel would hold it up until the earlier one is done, for which another rank may need it."""
-    options = {"slice_matmul": "auto", "schedule": "ring", "slices_per_rank": 2, "dtype": torch.float32}
+    options = {"transport": "c10d", "schedule": "ring", "slices_per_rank": 2, "dtype": torch.float32}
     gm, _ = on_cuda(scattered_rows, ((12, 6), (6, 5)), **options)
     assert isinstance(read_region(gm.graph, "rs0", Kind.REDUCE_SCATTER), WholeRegion)
     first, _, third, fourth, *_ = calls(gm, ops.exchange)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from fo_compiler.schedule import FAMILIES, Compute, Kind, Schedule, Wait, build
-from fo_compiler.schedule.ir import posts
+from fo_compiler.schedule import FAMILIES, Compute, Kind, Schedule, Wait, build, verify
+from fo_compiler.schedule.ir import Action, Program, posts
+from fo_compiler.schedule.transform import OWN_ALONE, own_together
 
 UNIFORM = [(kind, family) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) for family in ("ring", "direct")]
 
@@ -99,3 +102,28 @@ def test_one_rank_needs_no_transfer() -> None:
     for kind, families in FAMILIES.items():
         for family in families:
             assert posts(build(kind, family, 1, 2).program(0)) == []
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_own_slices_side_by_side_change_nothing_but_their_place(kind: Kind, ranks: int) -> None:
+    """What `own_together` makes is a schedule, too; it moves own slices alone, and only where nothing waits for one."""
+    for family in FAMILIES[kind]:
+        for m in (1, 2, 3):
+            schedule = build(kind, family, ranks, m)
+            moved = [own_together(schedule, rank) for rank in range(ranks)]
+            if m == 1 or kind not in OWN_ALONE:
+                assert moved == [None] * ranks
+                continue
+            verify(replace(schedule, relative=None, programs=tuple(program for program, _ in moved)))
+            for rank, (program, own) in enumerate(moved):
+                computed = [action.slice for action in program if isinstance(action, Compute)]
+                at = computed.index(own[0])
+                assert tuple(computed[at : at + m]) == own
+                places = [i for i, action in enumerate(program) if action in {Compute(slice_) for slice_ in own}]
+                assert places == list(range(places[0], places[0] + m))
+
+                def others(actions: Program, own: tuple[int, ...] = own) -> list[Action]:
+                    return [action for action in actions if not isinstance(action, Compute) or action.slice not in own]
+
+                assert others(program) == others(schedule.program(rank))
