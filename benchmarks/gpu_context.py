@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -13,6 +14,14 @@ from fo_compiler.codegen.tiles import Tile
 
 class Skipped(Exception):
     """The machine lacks what a check needs; the message says what."""
+
+
+class Failed(AssertionError):
+    """A check that did not hold, with the figures that it has all the same."""
+
+    def __init__(self, problems: Sequence[str], figures: dict[str, Any]) -> None:
+        super().__init__("; ".join(problems))
+        self.figures = figures
 
 
 @dataclass(frozen=True)

@@ -83,15 +83,15 @@ def spec_of(launch: Launch) -> KernelSpec:
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
 
-    def type_of(value: Any, path: tuple[int, ...], constant: bool) -> Any:
+    def type_of(value: Any, path: tuple[int, ...], constant: bool, any_address: bool) -> Any:
         if isinstance(value, tuple) and not constant:
-            return tuple(type_of(v, (*path, i), False) for i, v in enumerate(value))
+            return tuple(type_of(v, (*path, i), False, any_address) for i, v in enumerate(value))
         if constant or value is None or (type(value) is int and value == 1):
             constants[path] = value
             return "constexpr"
         aligned = [["tt.divisibility", 16]]
         if isinstance(value, torch.Tensor):
-            if value.device.type == "meta" or value.data_ptr() % 16 == 0:
+            if not any_address and (value.device.type == "meta" or value.data_ptr() % 16 == 0):
                 attributes[path] = aligned
             return f"*{_TYPES[value.dtype]}"
         if type(value) is int:
@@ -102,7 +102,9 @@ def spec_of(launch: Launch) -> KernelSpec:
 
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
-        signature[parameter.name] = type_of(value, (index,), parameter.is_constexpr)
+        signature[parameter.name] = type_of(
+            value, (index,), parameter.is_constexpr, parameter.do_not_specialize_on_alignment
+        )
     return KernelSpec(launch.name, launch.kernel, signature, constants, attributes, launch.warps, launch.stages)
 
 

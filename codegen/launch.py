@@ -7,6 +7,7 @@ the specification that `cross_compile.py` compiles, so that the two cannot diffe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,11 @@ class Launch:
     stages: int
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+        """Start it on the current stream of the device that its tensors are on: Triton takes that of the current device."""
+        tensor = next(value for value in self.arguments.values() if isinstance(value, torch.Tensor))
+        elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+        with torch.cuda.device(tensor.device) if elsewhere else nullcontext():
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,22 @@ def prefixed(store: Store, prefix: str) -> Store:
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """How long an operation of a group may take (ProcessGroup backend options, 2.11 to 2.14)."""
-    import torch
+    """How long an operation of a group may take (ProcessGroup backend options, 2.11 to 2.14).
 
-    backend = group._get_backend(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    timeout: timedelta = backend.options._timeout
+    Of its backend for CUDA where it has one: a group may have been made for the CPU on a machine with GPUs.
+    """
+    devices = {device.type for device in group._device_types}
+    on_cuda = "cuda" in devices and torch.cuda.is_available()
+    timeout: timedelta = group._get_backend(torch.device("cuda" if on_cuda else "cpu")).options._timeout
     return timeout
+
+
+def allows_tf32() -> bool:
+    """Whether float32 matmuls on CUDA may be tf32, by whichever of torch's settings it was said (2.11 to 2.14).
+
+    To read the older one, `allow_tf32`, raises where the newer one was used.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
@@ -465,14 +475,19 @@ class SymmetricMemory:
     """Inboxes of a group that each rank maps, and signals (torch.distributed._symmetric_memory, 2.11 to 2.14).
 
     A rank's memory has `slots` slots of `slot_bytes` for each source. Making it is a rendezvous of all ranks of the group.
+    A signal that does not come within the group's time-out ends in an error of the device: its kernel gives up, and says which.
     """
 
     def __init__(self, group_name: str, device: torch.device, ranks: int, slots: int, slot_bytes: int) -> None:
-        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous
 
         self.slots, self.slot_bytes = slots, slot_bytes
-        self._memory = symmetric_memory.empty(ranks * slots * slot_bytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._memory, cast(Any, group_name))
+        # An allocation of its own. `symmetric_memory.empty` may take a part of one from its pool, but buffers count from the
+        # start of an allocation, and whoever shares one shares its signals, too.
+        self._memory = _SymmetricMemory.empty_strided_p2p((ranks * slots * slot_bytes,), (1,), torch.uint8, device)
+        self._handle = rendezvous(self._memory, cast(Any, group_name))
+        self._timeout_ms = int(group_timeout(resolve_process_group(group_name)).total_seconds() * 1e3)
         self.rank: int = self._handle.rank
 
     def slot(self, rank: int, source: int, slot: int, like: torch.Tensor) -> torch.Tensor:
@@ -480,10 +495,10 @@ class SymmetricMemory:
         return self._handle.get_buffer(rank, like.shape, like.dtype, offset)
 
     def put_signal(self, rank: int, channel: int) -> None:
-        self._handle.put_signal(rank, channel)
+        self._handle.put_signal(rank, channel, self._timeout_ms)
 
     def wait_signal(self, rank: int, channel: int) -> None:
-        self._handle.wait_signal(rank, channel)
+        self._handle.wait_signal(rank, channel, self._timeout_ms)
 
 
 def without_peer_memory(device: torch.device) -> str:
@@ -492,7 +507,15 @@ def without_peer_memory(device: torch.device) -> str:
         from torch._C._distributed_c10d import _SymmetricMemory
     except ImportError:
         return "this torch has no symmetric memory"
-    return "" if _SymmetricMemory.get_backend(device) else f"symmetric memory has no backend for {device}"
+    backend = _SymmetricMemory.get_backend(device)
+    if not backend:
+        return f"symmetric memory has no backend for {device}"
+    # The others have no signals between two ranks, or memory that is not mapped.
+    return (
+        ""
+        if backend == "CUDA"
+        else f"symmetric memory is by {backend} here, and only torch's own (CUDA) has what is needed"
+    )
 
 
 def async_tp_ops() -> Any:

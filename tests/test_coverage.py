@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,22 @@ def assert_on_page(row: Row) -> None:
         assert str(row) in PAGE, "docs/coverage.md is stale: run `python benchmarks/coverage.py --write docs`"
 
 
+@cache
+def has_row_scales() -> bool:
+    """Whether the CPU multiplies fp8 with a scale a row: torch 2.11 does so with one a tensor only."""
+    a, one = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one.t(), out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.row != PEERS], ids=str)
 def test_values_and_records(kind: GraphKind) -> None:
+    if "row scales" in kind.name and not has_row_scales():
+        pytest.skip("this torch's CPU has no fp8 product with a scale a row to compare with")
     assert_on_page(row_of(kind, prove(kind)))
 
 

@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from datetime import timedelta
+from inspect import signature
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,15 +17,18 @@ from torch import fx
 
 from fo_compiler import OptionError, torch_adapter
 from fo_compiler.torch_adapter import (
+    SymmetricMemory,
     as_pass_list,
     compile_with_inductor,
     configured_post_passes,
     fake_process_group,
     group_members,
+    group_timeout,
     inductor_option_names,
     mode_options,
     resolve_process_group,
     run_after,
+    without_peer_memory,
 )
 from tests.graphs import capture
 
@@ -155,3 +163,90 @@ def test_run_after_keeps_name_value_and_readers_of_the_node() -> None:
     assert ordered.meta["fo"] == "kept"
     assert list(ordered.users) == readers
     assert first in ordered.all_input_nodes
+
+
+@pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "all backends", "set_float32_matmul_precision"])
+def test_tf32_is_known_by_whichever_setting_it_was_allowed(setting: str) -> None:
+    """In a process of its own: torch does not like its settings mixed, and says so to whoever reads the older one."""
+    how = {
+        "allow_tf32": "torch.backends.cuda.matmul.allow_tf32 = {}",
+        "fp32_precision": "torch.backends.cuda.matmul.fp32_precision = 'tf32' if {} else 'ieee'",
+        "all backends": "torch.backends.fp32_precision = 'tf32' if {} else 'ieee'",
+        "set_float32_matmul_precision": "torch.set_float32_matmul_precision('high' if {} else 'highest')",
+    }[setting]
+    lines = ["import torch", "from fo_compiler.torch_adapter import allows_tf32", "assert not allows_tf32()"]
+    for allowed in (True, False):
+        lines += [how.format(allowed), f"assert allows_tf32() is {allowed}"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
+
+
+def test_the_time_out_of_a_group_for_the_cpu_is_known_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    timeout = timedelta(seconds=77)
+    dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+    try:
+        assert group_timeout(dist.group.WORLD) == timeout
+    finally:
+        dist.destroy_process_group()
+
+
+class FakeSymmetricMemory:
+    """What torch's extension has, as far as it is used; its own docstrings say which arguments there are."""
+
+    asked: ClassVar[list[tuple[Any, ...]]] = []
+    rank = 1
+
+    @classmethod
+    def empty_strided_p2p(cls, size: Any, stride: Any, dtype: Any, device: Any) -> str:
+        cls.asked.append(("empty_strided_p2p", size, stride, dtype, device))
+        return "memory"
+
+    def put_signal(self, dst_rank: int, channel: int, timeout_ms: int) -> None:
+        self.asked.append(("put_signal", dst_rank, channel, timeout_ms))
+
+    def wait_signal(self, src_rank: int, channel: int, timeout_ms: int) -> None:
+        self.asked.append(("wait_signal", src_rank, channel, timeout_ms))
+
+    def get_buffer(self, rank: int, sizes: Any, dtype: Any, storage_offset: int) -> None:
+        self.asked.append(("get_buffer", rank, tuple(sizes), dtype, storage_offset))
+
+
+def test_symmetric_memory_is_an_allocation_of_its_own_whose_signals_have_the_time_out_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch._C._distributed_c10d as c10d
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    for name in ("put_signal", "wait_signal", "get_buffer"):
+        arguments = list(signature(getattr(FakeSymmetricMemory, name)).parameters)[1:]
+        assert re.findall(r"(\w+): ", getattr(c10d._SymmetricMemory, name).__doc__)[1:] == arguments
+    assert "(size: Tuple[int, ...], stride: Tuple[int, ...], dtype:" in c10d._SymmetricMemory.empty_strided_p2p.__doc__
+    asked = FakeSymmetricMemory.asked
+    asked.clear()
+    monkeypatch.setattr(c10d, "_SymmetricMemory", FakeSymmetricMemory)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda memory, group: FakeSymmetricMemory())
+    monkeypatch.setattr(torch_adapter, "resolve_process_group", lambda name: name)
+    monkeypatch.setattr(torch_adapter, "group_timeout", lambda group: timedelta(seconds=5))
+    device = torch.device("cuda", 0)
+    memory = SymmetricMemory("0", device, ranks=4, slots=2, slot_bytes=64)
+    memory.put_signal(3, 1)
+    memory.wait_signal(2, 0)
+    memory.slot(3, 2, 1, torch.empty(2, 3, dtype=torch.bfloat16))
+    assert asked == [
+        ("empty_strided_p2p", (512,), (1,), torch.uint8, device),
+        ("put_signal", 3, 1, 5000),
+        ("wait_signal", 2, 0, 5000),
+        ("get_buffer", 3, (2, 3), torch.bfloat16, 5 * 64 // 2),
+    ]
+
+
+@pytest.mark.parametrize(("backend", "reason"), [("CUDA", ""), ("NVSHMEM", "by NVSHMEM here"), (None, "no backend")])
+def test_only_torch_s_own_symmetric_memory_will_do(
+    backend: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._C._distributed_c10d as c10d
+
+    monkeypatch.setattr(c10d._SymmetricMemory, "get_backend", staticmethod(lambda device: backend))
+    found = without_peer_memory(torch.device("cuda"))
+    assert reason in found
+    assert bool(reason) == bool(found)

@@ -13,10 +13,10 @@ Semantics (PTX ISA, "Memory Consistency Model"):
 The data must be read by ordinary loads or `cp.async` (the generic proxy). TMA reads through the async proxy, which an acquire
 does not order: kernels that wait use no TMA for what they wait for.
 
-A wait gives up after `polls` loads, so that a peer that died ends in an error rather than in a hang; a load from another
-GPU's point of coherence takes about a microsecond, so the default of 2^24 is some tens of seconds. What is computed then is
-wrong, and the slice, with those that the same block awaits after it, is marked in `late`, which the host checks
-(`fo_compiler/runtime/late_flags.py`).
+A wait gives up after `polls` loads, so that a peer that died ends in an error rather than in a hang; a load takes about a
+microsecond, so the default of 2^24 is some ten seconds (`whole_plan.polls_within` counts them from a group's time-out). What is
+computed then is wrong, and the slice, with those that the same block awaits after it, is marked in `late`, which the host
+checks (`fo_compiler/runtime/late_flags.py`).
 
 The host side: a copy-engine transfer into the slice, then a set on the same stream.
 """
@@ -28,7 +28,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from ...errors import KernelError
 from ..launch import Launch
-from .language import INTERPRETED, jit
+from .language import INTERPRETED, jit, jit_for_any_address
 
 POLLS = 1 << 24
 
@@ -78,7 +78,8 @@ def set_flag(flag: tl.tensor, epoch: tl.tensor, PLAIN: tl.constexpr) -> None:
         )
 
 
-@jit
+# A step takes one flag of many, at any address, while a kernel runs that waits for it: nothing may have to be loaded then.
+@jit_for_any_address("flags_ptr", "epoch_ptr", "late_ptr")
 def wait_flags_kernel(
     flags_ptr: tl.tensor, epoch_ptr: tl.tensor, late_ptr: tl.tensor, polls: tl.tensor, PLAIN: tl.constexpr
 ) -> None:
@@ -88,7 +89,7 @@ def wait_flags_kernel(
         tl.store(late_ptr + flag, 1)
 
 
-@jit
+@jit_for_any_address("addresses_ptr", "epoch_ptr")
 def set_flags_kernel(addresses_ptr: tl.tensor, epoch_ptr: tl.tensor, PLAIN: tl.constexpr) -> None:
     flag = tl.load(addresses_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int32))
     set_flag(flag, tl.load(epoch_ptr), PLAIN)

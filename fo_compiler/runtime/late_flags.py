@@ -5,8 +5,8 @@
     late.watch()                                 behind it on the stream: bring the marks to the host, which waits for nothing
     late.check()                                 raises for the marks that have come
 
-A kernel that gave up has computed garbage, some tens of seconds after a peer died. Marks stay until they are told, so a check
-needs no event: it sees them or the next one does. Every run of a graph starts with a check of all (`ops.announce`).
+A kernel that gave up has computed garbage, about the group's time-out after a peer died. Marks stay until they are told, so a
+check needs no event: it sees them or the next one does. Every run of a graph starts with a check of all (`ops.announce`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -44,8 +45,9 @@ class LateFlags:
         if not self._seen.any():
             return
         late = [label for label, mark in zip(self.labels, self._seen.tolist(), strict=True) if mark and label]
-        self.marks.zero_()
         self._seen.zero_()
+        with suppress(RuntimeError):  # of a device that has given up a transfer, too: nothing runs on it any more
+            self.marks.zero_()
         more = f" (and {len(late) - 1} more of this region)" if len(late) > 1 else ""
         raise transfer_failure(
             "did not arrive",

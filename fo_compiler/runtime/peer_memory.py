@@ -21,10 +21,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from ..torch_adapter import SymmetricMemory
+from ..torch_adapter import SymmetricMemory, resolve_process_group
 from .transport import C10dTransport, Transfer
 
 SLOTS = 2
@@ -65,6 +66,7 @@ class PeerTransfers:
     slot_bytes: int = SLOT_BYTES
     sent: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # by peer: chunks so far
     received: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    is_loaded: bool = False
 
     def __post_init__(self) -> None:
         for peer in range(self.ranks):
@@ -74,8 +76,10 @@ class PeerTransfers:
 
     def load(self) -> None:
         """Load the kernels of both signals, by one of this rank to itself: loading may have to wait for kernels that run."""
-        self.memory.put_signal(self.memory.rank, full(0))
-        self.memory.wait_signal(self.memory.rank, full(0))
+        if not self.is_loaded:
+            self.memory.put_signal(self.memory.rank, full(0))
+            self.memory.wait_signal(self.memory.rank, full(0))
+            self.is_loaded = True
 
     def post(self, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> None:
         """Give the current stream both directions of a step."""
@@ -121,13 +125,11 @@ class CopyEngineTransport(C10dTransport):
     def __init__(self, make_memory: Callable[[str, Tensor, int], PeerMemory] | None = None) -> None:
         super().__init__()
         self._make_memory = make_memory or _symmetric_memory
-        self._groups: dict[str, PeerTransfers] = {}
-        self._prepared: set[str] = set()
+        # By group, not by its name: a name that is used again is another group, of other processes.
+        self._groups: WeakKeyDictionary[object, PeerTransfers] = WeakKeyDictionary()
 
     def prepare(self, group_name: str, like: Tensor) -> None:
-        if group_name not in self._prepared:
-            self._of(group_name, like).load()
-            self._prepared.add(group_name)
+        self._of(group_name, like).load()
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
         given = send or recv
@@ -136,10 +138,15 @@ class CopyEngineTransport(C10dTransport):
         return _OnStream()
 
     def _of(self, group_name: str, like: Tensor) -> PeerTransfers:
-        if group_name not in self._groups:
+        group = self._group(group_name)
+        transfers = self._groups.get(group)
+        if transfers is None:
             ranks = self.rank_and_size(group_name)[1]
-            self._groups[group_name] = PeerTransfers(self._make_memory(group_name, like, ranks), ranks)
-        return self._groups[group_name]
+            transfers = self._groups[group] = PeerTransfers(self._make_memory(group_name, like, ranks), ranks)
+        return transfers
+
+    def _group(self, group_name: str) -> object:
+        return resolve_process_group(group_name)
 
 
 def _symmetric_memory(group_name: str, like: Tensor, ranks: int) -> PeerMemory:

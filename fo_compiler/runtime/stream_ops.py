@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from ..torch_adapter import allows_tf32
 from . import streams
 
 _LIBRARY = torch.library.Library("fo_compiler", "FRAGMENT")
@@ -52,7 +53,7 @@ def _slice_matmul(
         if kernel == "triton" and a.is_cuda and a.dtype in _TRITON_DTYPES:
             from ..codegen.kernels.slice_matmul import matmul_into
 
-            matmul_into(a, b, place, allow_tf32=torch.backends.cuda.matmul.allow_tf32)
+            matmul_into(a, b, place, allow_tf32=allows_tf32())
         else:
             torch.mm(a, b, out=place)
 

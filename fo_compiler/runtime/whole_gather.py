@@ -104,7 +104,7 @@ def in_one_kernel(
             if step.source >= 0:
                 flags.set(step.received)
 
-    launched = {**launch_arguments(b.device), **launched}
+    launched = {**launch_arguments(b.device), "polls": flags.polls, **launched}
     with beside(b.device, transfers):
         all_gather_matmul(mine, gathered, b, out, flags.order, flags.flags, flags.epoch, flags.late.marks, **launched)
         flags.late.watch()

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import TransferError
+from ..torch_adapter import allows_tf32, group_timeout, resolve_process_group
 from .failures import transfer_failure
 from .late_flags import LateFlags
 from .profile import transfer_range
@@ -26,6 +28,8 @@ from .transport import Transport
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LEFT_FREE = 8  # multiprocessors for signals and flags, a block each
+POLLS_A_SECOND = 1 << 20  # of a flag in the device's own memory, at least: a load takes half a microsecond or more
+MOST_POLLS = 2**31 - 1
 Beside = Callable[[torch.device, Callable[[], None]], AbstractContextManager[None]]
 T = TypeVar("T")
 _of_thread = threading.local()
@@ -79,7 +83,7 @@ def transfer(step: Step, outgoing: Tensor | None, incoming: Tensor, plan: Plan, 
 class Flags:
     """Flags of a region on the stream of one caller, whose steps follow each other: made once, never reset.
 
-    `labels[i]`: the transfer that flag i stands for, or None.
+    `labels[i]`: the transfer that flag i stands for, or None. A wait gives up after `polls` loads, about the group's time-out.
     """
 
     def __init__(self, labels: Sequence[str | None], group_name: str, device: torch.device) -> None:
@@ -87,6 +91,7 @@ class Flags:
         self.epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self.addresses = torch.tensor([flag.data_ptr() for flag in self.flags]).to(device)
         self.late = LateFlags(labels, group_name, device)
+        self.polls = polls_within(group_name) if device.type == "cuda" else 1 << 24
 
     def set(self, index: int) -> None:
         """Raise a flag behind what the current stream holds."""
@@ -98,15 +103,31 @@ class Flags:
         """Hold the current stream until a flag is up."""
         from ..codegen.kernels.flags import wait_flags
 
-        wait_flags(self.flags[index : index + 1], self.epoch, self.late.marks[index : index + 1])
+        marks = self.late.marks[index : index + 1]
+        wait_flags(self.flags[index : index + 1], self.epoch, marks, polls=self.polls)
+
+
+def polls_within(group_name: str) -> int:
+    """Loads of a flag in the time that an operation of the group may take."""
+    seconds = group_timeout(resolve_process_group(group_name)).total_seconds()
+    return max(1, min(int(seconds * POLLS_A_SECOND), MOST_POLLS))
 
 
 def kept(key: object, device: torch.device, make: Callable[[], T]) -> T:
-    """What `make` made for this key on the caller's stream, in this thread, the first time."""
+    """What `make` made for this key on the caller's stream, in this thread, the first time.
+
+    Raises TransferError where that would be while a CUDA graph is captured: it copies from the host, and loads kernels.
+    """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     made: dict[Any, T] = _of_thread.__dict__.setdefault("kept", {})
     where = key, str(device), stream
     if where not in made:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise TransferError(
+                "a region in one kernel is captured in a CUDA graph before it ever ran on this stream: run the model once in "
+                "the same thread and on the same stream first, `with torch.cuda.stream(s)`, then capture it with "
+                "`torch.cuda.graph(graph, stream=s)`."
+            )
         made[where] = make()
     return made[where]
 
@@ -116,7 +137,7 @@ def launch_arguments(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
     free = torch.cuda.get_device_properties(device).multi_processor_count - LEFT_FREE
-    return {"programs": max(1, free), "allow_tf32": torch.backends.cuda.matmul.allow_tf32}
+    return {"programs": max(1, free), "allow_tf32": allows_tf32()}
 
 
 def in_one_kernel_here(b: Tensor, transport: str) -> bool:

@@ -174,11 +174,12 @@ def in_one_kernel(
             if step.source >= 0:
                 flags.set(len(plan.order) + arrival)
 
-    launched = {**launch_arguments(b.device), "aligned": slice_bytes % 16 == 0, **launched}
+    launched = {**launch_arguments(b.device), "polls": flags.polls, "aligned": slice_bytes % 16 == 0, **launched}
     with beside(b.device, transfers):
         matmul_reduce_scatter(
             a, b, out[0], groups, adds, flags.counters, flags.epoch, flags.late_arrivals, **launched
         )  # fmt: skip
+        flags.late.watch()  # of the kernel: transfers with a peer that died may never end
     flags.late.watch()
     return out.view(-1, b.shape[1])
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fo_compiler.codegen.cross_compile import KernelReport, all_specs, compile_kernel, spec_of
 from fo_compiler.codegen.kernels import (
     all_gather_matmul_launch,
     matmul_into_launch,
     matmul_reduce_scatter_launch,
+    set_flags_launch,
     sum_partials_launch,
     wait_flags_launch,
 )
@@ -55,6 +58,57 @@ def test_a_kernel_is_compiled_without_a_gpu_and_its_resources_are_read() -> None
     assert report.spills == 0
     assert ".target sm_80" in report.ptx
     assert report.cubin.startswith(b"\x7fELF")
+
+
+def test_a_flag_at_any_address_is_the_same_kernel_which_is_loaded_before_another_one_waits() -> None:
+    """To load a kernel may have to wait for the kernel that waits for this flag."""
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.backends.nvidia.compiler import CUDABackend  # type: ignore[import-untyped]
+    from triton.runtime.jit import create_function_from_signature  # type: ignore[import-untyped]
+
+    numbers, addresses = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
+    kinds: dict[str, set[str]] = {}
+    for i in range(5):
+        one, address = numbers[i : i + 1], addresses[i : i + 1]
+        for launch in (wait_flags_launch(one, one, one), set_flags_launch(address, one)):
+            kernel = launch.kernel
+            bind = create_function_from_signature(
+                kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 90, 32))
+            )
+            spec = spec_of(launch)
+            kinds.setdefault(launch.name, set()).add(
+                f"{bind(**launch.arguments)[1]} {spec.signature} {spec.attributes}"
+            )
+    assert {name: len(found) for name, found in kinds.items()} == {"wait_flags": 1, "set_flags": 1}
+
+
+class RecordingKernel:
+    """Says what device was current when it was launched."""
+
+    def __init__(self) -> None:
+        self.on: list[int] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **_: self.on.append(torch.cuda.current_device())
+
+
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    @contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    kernel, mode = RecordingKernel(), FakeTensorMode()
+    for index in (1, 0):
+        tensor = FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cuda", index))
+        Launch("any", kernel, (1,), {"parts": (tensor,), "out": tensor, "size": 3}, warps=1, stages=1).run()
+    assert kernel.on == [1, 0]
+    assert current == [0]
 
 
 def test_spilled_registers_are_seen() -> None:

@@ -171,6 +171,9 @@ class Way(CopyEngineTransport):
     def rank_and_size(self, group_name: str) -> tuple[int, int]:
         return self.recorder.rank, self.recorder.ranks
 
+    def _group(self, group_name: str) -> Recorder:
+        return self.recorder
+
     def prepare(self, group_name: str, like: Tensor) -> None:
         self.recorder.hold("moving", like, self.slice_bytes)
         super().prepare(group_name, like)

@@ -236,7 +236,10 @@ def test_gradients_of_attention_are_separable_along_batch_and_heads(op: Any) -> 
         "cum_seq_q": number, "cum_seq_k": number, "max_q": 6, "max_k": 6, "dropout_p": 0.0, "is_causal": True,
         "philox_seed": number, "philox_offset": number, "attn_bias": None, "grad_input_mask": [True, True, True, False],
     }  # fmt: skip
-    results = p.call(op, *(arguments[formal.name] for formal in op._schema.arguments if formal.name in arguments))
+    try:
+        results = p.call(op, *(arguments[formal.name] for formal in op._schema.arguments if formal.name in arguments))
+    except NotImplementedError:  # torch 2.11 of the overrideable one
+        pytest.skip(f"this torch has no fake kernel of {op}, so that no graph has one")
     p.finish([p.call(operator.getitem, results, 0)])
     for dim in (0, 1):
         split = rule_of(results).from_output(results, Cut(dim), Slices(2))

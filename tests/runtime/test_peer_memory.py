@@ -252,13 +252,25 @@ def test_the_memory_of_a_group_is_made_once_and_nothing_is_kept_of_a_message(mon
         return Inboxes(ranks, peer_memory.SLOT_BYTES).of(0)
 
     transport = CopyEngineTransport(make)
+    groups = {"0": Group(), "1": Group()}
     monkeypatch.setattr(transport, "rank_and_size", lambda name: (0, 2))
+    monkeypatch.setattr(transport, "_group", groups.__getitem__)
     before = sum(type(o) is Tensor for o in gc.get_objects())
     for _ in range(5):
         transport.post("0", (torch.ones(3), 1), (torch.empty(3), 1)).wait()
     gc.collect()
     assert made == ["0"]
     assert sum(type(o) is Tensor for o in gc.get_objects()) <= before + 1  # the inboxes
+    groups["0"] = Group()  # of other processes, under the same name
+    transport.post("0", (torch.ones(3), 1), (torch.empty(3), 1)).wait()
+    transport.post("1", (torch.ones(3), 1), None).wait()
+    assert made == ["0", "0", "1"]
+    gc.collect()
+    assert sum(type(o) is Tensor for o in gc.get_objects()) <= before + 2  # the inboxes of the groups that there are
+
+
+class Group:
+    """A process group."""
 
 
 def test_what_a_waiting_kernel_needs_is_made_and_loaded_once_before_it_runs() -> None:
@@ -271,6 +283,7 @@ def test_what_a_waiting_kernel_needs_is_made_and_loaded_once_before_it_runs() ->
 
     transport = CopyEngineTransport(make)
     transport.rank_and_size = lambda name: (0, 3)  # type: ignore[method-assign]
+    transport._group = lambda name: Group  # type: ignore[method-assign]
     for _ in range(2):
         transport.prepare("0", torch.ones(1))
     (memory,) = memories

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 
 from fo_compiler.errors import TransferError
 from fo_compiler.runtime import failures, ops, stream_ops, streams, whole_gather, whole_plan, whole_scatter
+from fo_compiler.runtime.late_flags import LateFlags
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.streams import CALLER, COMM, NO_EVENT, join, launch, side_stream
+from fo_compiler.runtime.transport import use_transport
 from fo_compiler.runtime.whole_plan import Flags, Plan
 
 DEVICE = torch.device("cuda", 0)
@@ -221,6 +225,7 @@ def kernels(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scatter_kernel, "matmul_reduce_scatter", lambda *_, **__: cuda.work("kernel"))
     monkeypatch.setattr(Flags, "set", lambda flags, index: cuda.work(f"flag {index}"))
     monkeypatch.setattr(Flags, "wait", lambda flags, index: cuda.work(f"wait for flag {index}"))
+    monkeypatch.setattr(LateFlags, "watch", lambda late: cuda.work("marks to the host"))
 
 
 def gather(cuda: FakeCuda) -> Tensor:
@@ -243,7 +248,8 @@ def test_flags_of_a_whole_gather_are_raised_behind_their_transfers_and_the_calle
     assert gather(on_fake_device).shape == (12, 2)
     step = ["side1: post", "side1: arrive"]
     assert on_fake_device.log == [
-        "side1: wait for caller", *step, "side1: flag 0", *step, "side1: flag 2", "caller: kernel", "caller: wait for side1",
+        "side1: wait for caller", *step, "side1: flag 0", *step, "side1: flag 2", "caller: kernel",
+        "caller: marks to the host", "caller: wait for side1",
     ]  # fmt: skip
 
 
@@ -251,14 +257,17 @@ def test_flags_of_a_whole_gather_are_raised_behind_their_transfers_and_the_calle
 def test_transfers_of_a_whole_scatter_are_launched_behind_its_kernel_and_wait_for_the_flags_of_their_slices(
     on_fake_device: FakeCuda,
 ) -> None:
-    """What they need is there before: flags are loaded, the transport is ready, and the side stream waits for no kernel."""
+    """What they need is there before: flags are loaded, the transport is ready, and the side stream waits for no kernel.
+
+    What the kernel gave up is on its way to the host before the caller waits for transfers, which may never end.
+    """
     assert scatter(on_fake_device).shape == (4, 2)
     loaded = ["caller: flag 0", "caller: wait for flag 0", "caller: prepare"]
     step = ["side1: post", "side1: arrive"]
     log = [
-        "side1: wait for caller", "caller: kernel",
+        "side1: wait for caller", "caller: kernel", "caller: marks to the host",
         "side1: wait for flag 0", *step, "side1: flag 3", "side1: wait for flag 2", *step, "side1: flag 4",
-        "caller: wait for side1",
+        "caller: wait for side1", "caller: marks to the host",
     ]  # fmt: skip
     assert on_fake_device.log == [*loaded, *log]
     scatter(on_fake_device)
@@ -278,3 +287,68 @@ def test_a_whole_region_that_fails_half_way_leaves_its_memory_behind_its_transfe
         region(on_fake_device)
     assert on_fake_device.log[-1] == "caller: wait for side1"
     assert ("caller: kernel" in on_fake_device.log) is (region is scatter)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_a_region_keeps_is_not_made_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor taken from another stream, whose steps it would mix up with those of the graph."""
+    made: list[int] = []
+
+    def keep(number: int) -> int:
+        return whole_plan.kept("plan", DEVICE, lambda: made.append(number) or number)  # type: ignore[func-returns-value]
+
+    fake: Any = torch.cuda
+    fake.current.cuda_stream, fake.is_current_stream_capturing = 7, lambda: False
+    assert keep(1) == 1
+    monkeypatch.setattr(fake, "is_current_stream_capturing", lambda: True)
+    assert keep(2) == 1
+    fake.current.cuda_stream = 8
+    with pytest.raises(TransferError, match="run the model once in the same thread and on the same stream first"):
+        keep(3)
+    assert made == [1]
+
+
+@pytest.mark.parametrize(("seconds", "polls"), [(600, 600 << 20), (10**6, 2**31 - 1), (0, 1)])
+def test_a_kernel_waits_about_as_long_as_the_group_does(
+    seconds: int, polls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number is an int32 of the kernel."""
+    monkeypatch.setattr(whole_plan, "resolve_process_group", lambda name: name)
+    monkeypatch.setattr(whole_plan, "group_timeout", lambda group: timedelta(seconds=seconds))
+    assert whole_plan.polls_within("0") == polls
+
+
+@pytest.mark.parametrize("region", [gather, scatter])
+def test_the_kernel_of_a_region_gives_up_when_its_flags_do(
+    region: Callable[[FakeCuda], Tensor], on_fake_device: FakeCuda, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fo_compiler.codegen.kernels import whole_gather as gather_kernel
+    from fo_compiler.codegen.kernels import whole_scatter as scatter_kernel
+
+    polls: list[int] = []
+    for module, name in ((gather_kernel, "all_gather_matmul"), (scatter_kernel, "matmul_reduce_scatter")):
+        monkeypatch.setattr(module, name, lambda *_, **launched: polls.append(launched["polls"]))
+    init = Flags.__init__
+
+    def short(flags: Flags, *args: Any) -> None:
+        init(flags, *args)
+        flags.polls = 123
+
+    monkeypatch.setattr(Flags, "__init__", short)
+    region(on_fake_device)
+    assert polls == [123]
+
+
+def test_marks_of_a_device_that_has_failed_are_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy engine whose signal never came ends in an error of the device, which every later call to it raises."""
+    late = LateFlags(["step 0", "step 1"], "0", torch.device("cpu"))
+    late.marks[1] = 1
+    late.watch()
+
+    class Failed:
+        def zero_(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(late, "marks", Failed())
+    with use_transport(LocalWorld(3).transport(1)), pytest.raises(TransferError, match="did not arrive: step 1"):
+        late.check()

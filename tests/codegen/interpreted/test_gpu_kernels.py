@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_kernels
-from benchmarks.gpu_context import Context, Layer, Skipped
+from benchmarks.gpu_context import Context, Failed, Layer, Skipped
 
 from .helpers import TILE
 
@@ -25,6 +25,21 @@ def test_values_are_within_what_is_allowed() -> None:
     assert 0 < result["largest"] <= 1
     forms = {name.split()[0] for name in result["errors"]}
     assert forms == {"matmul_into", "all_gather_matmul", "matmul_reduce_scatter", "sum_partials"}
+
+
+def test_what_fails_is_told_with_the_figures_of_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"a": 0.5, "c": 0.25}
+
+    def broken() -> None:
+        raise ValueError("no such tile\nand more")
+
+    def checks(_: Context, found: dict[str, float]) -> list[tuple[str, object]]:
+        return [("one", lambda: found.update(a=0.5)), ("two", broken), ("three", lambda: found.update(c=0.25))]
+
+    monkeypatch.setattr(gpu_kernels, "_value_checks", checks)
+    with pytest.raises(Failed, match=r"^two: ValueError: no such tile$") as failure:
+        gpu_kernels.values(context())
+    assert failure.value.figures == {"errors": figures}
 
 
 @pytest.mark.parametrize("change", ["one wrong element", "one missing element"])
