@@ -50,8 +50,10 @@ def product(
 ) -> tl.tensor:
     """[BLOCK_M, depth] @ [depth, BLOCK_N] in float32; `a` and `b` point at the first column and row."""
     k = tl.arange(0, BLOCK_K)
-    a_ptrs = a[:, None] + k[None, :] * a_k_stride
-    b_ptrs = b[None, :] + k[:, None] * b_k_stride
+    # In 64 bits: columns of a long tensor may lie so far from each other that a block of them spans more than 2^31 elements.
+    a_step, b_step = tl.cast(a_k_stride, tl.int64), tl.cast(b_k_stride, tl.int64)
+    a_ptrs = a[:, None] + k[None, :] * a_step
+    b_ptrs = b[None, :] + k[:, None] * b_step
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for begin in range(0, depth, BLOCK_K):
         if EVEN_K:
@@ -67,8 +69,8 @@ def product(
             acc = tl.dot(x, y, acc, max_num_imprecise_acc=BLOCK_K // 2)
         else:
             acc = tl.dot(x, y, acc, input_precision=PRECISION)
-        a_ptrs += BLOCK_K * a_k_stride
-        b_ptrs += BLOCK_K * b_k_stride
+        a_ptrs += BLOCK_K * a_step
+        b_ptrs += BLOCK_K * b_step
     return acc
 
 

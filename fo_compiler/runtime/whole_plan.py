@@ -141,5 +141,5 @@ def launch_arguments(device: torch.device) -> dict[str, Any]:
 
 
 def in_one_kernel_here(b: Tensor, transport: str) -> bool:
-    """Whether a region is a kernel here: anywhere else it is the same program slice by slice."""
-    return b.is_cuda and transport == "copy_engine" and b.dtype in DTYPES
+    """Whether a region is a kernel here: anywhere else it is the same program slice by slice. Flags are PTX: not on ROCm."""
+    return b.is_cuda and torch.version.hip is None and transport == "copy_engine" and b.dtype in DTYPES

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fo_compiler.errors import TransferError
 from fo_compiler.runtime import failures, ops, stream_ops, streams, whole_gather, whole_plan, whole_scatter
@@ -352,3 +353,21 @@ def test_marks_of_a_device_that_has_failed_are_told_all_the_same(monkeypatch: py
     monkeypatch.setattr(late, "marks", Failed())
     with use_transport(LocalWorld(3).transport(1)), pytest.raises(TransferError, match="did not arrive: step 1"):
         late.check()
+
+
+@pytest.mark.parametrize(
+    ("device", "hip", "transport", "dtype", "is_kernel"),
+    [
+        ("cuda:1", None, "copy_engine", torch.bfloat16, True),
+        ("cpu", None, "copy_engine", torch.bfloat16, False),
+        ("cuda:1", "7.0", "copy_engine", torch.bfloat16, False),
+        ("cuda:1", None, "c10d", torch.bfloat16, False),
+        ("cuda:1", None, "copy_engine", torch.float64, False),
+    ],
+)
+def test_a_region_is_one_kernel_where_there_is_one(
+    device: str, hip: str | None, transport: str, dtype: torch.dtype, is_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    b = FakeTensor(FakeTensorMode(), torch.empty(2, 2, dtype=dtype, device="meta"), torch.device(device))
+    assert whole_plan.in_one_kernel_here(b, transport) is is_kernel

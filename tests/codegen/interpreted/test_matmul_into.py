@@ -93,3 +93,13 @@ def test_what_does_not_fit_is_refused_by_name(change: dict[str, object], message
     arguments = {"a": torch.zeros(3, 4), "b": torch.zeros(4, 6), "out": torch.zeros(3, 6), **change}
     with pytest.raises(KernelError, match=message):
         matmul_into(**arguments)  # type: ignore[arg-type]
+
+
+def test_columns_may_lie_further_from_each_other_than_int32_counts() -> None:
+    """A block of 16 columns spans 2^31 elements; what lies between is never touched, so it takes no memory."""
+    rows, depth = 3, 20
+    a = torch.empty_strided((rows, depth), (1, 1 << 27), dtype=torch.float8_e4m3fn)
+    a.copy_(values(0, rows, depth, dtype=a.dtype))
+    b = values(1, depth, 4, dtype=a.dtype)
+    out = matmul_into(a, b, torch.empty(rows, 4), tile=TILE)
+    torch.testing.assert_close(out.double(), matmul_into_reference(a, b), rtol=1e-5, atol=1e-5)
