@@ -5,6 +5,7 @@ The copy engine takes no multiprocessors from the matmuls (a NCCL transfer is a 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import replace
 from itertools import permutations
@@ -67,4 +68,28 @@ def _not_connected(ranks: list[int]) -> str:
     for one, other in permutations(devices, 2):
         if not torch.cuda.can_device_access_peer(one, other):
             return f"GPU {one} cannot map the memory of GPU {other}"
+        if not has_atomics_between(one, other):
+            return f"GPU {one} has no atomic operations on the memory of GPU {other} (no NVLink between them)"
     return ""
+
+
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h
+
+
+def has_atomics_between(one: int, other: int) -> bool:
+    """Whether `one` can change a number in the memory of `other` in one go, as signals do: over NVLink, and not over PCIe.
+
+    torch does not ask the driver for it.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value, devices = ctypes.c_int(0), (ctypes.c_int(), ctypes.c_int())
+    calls = (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDeviceGet(ctypes.byref(devices[0]), one),
+        lambda: driver.cuDeviceGet(ctypes.byref(devices[1]), other),
+        lambda: driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *devices),
+    )
+    return all(call() == 0 for call in calls) and value.value == 1

@@ -41,6 +41,7 @@ def nvlink(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(transports, "group_members", lambda: {"0": [0, 1, 2, 3]})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(transports, "has_atomics_between", lambda one, other: True)
     return monkeypatch
 
 
@@ -72,6 +73,10 @@ def test_c10d_is_taken_where_it_is_predicted_to_be_faster(nvlink: pytest.MonkeyP
         (
             lambda m: m.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (2, 0)),
             "GPU 2 cannot map the memory of GPU 0",
+        ),
+        (
+            lambda m: m.setattr(transports, "has_atomics_between", lambda one, other: (one, other) != (3, 1)),
+            "GPU 3 has no atomic operations on the memory of GPU 1 (no NVLink between them)",
         ),
         (lambda m: m.setattr(transports, "without_peer_memory", lambda device: "no backend"), "no backend"),
         (lambda m: m.setattr(transports, "predicted_us", lambda *_: None), "no prediction"),
@@ -107,3 +112,47 @@ def test_the_copy_engine_leaves_compute_alone_and_copies_once_more() -> None:
     engine = with_copy_engine(machine, 3.35e6)  # H100: 3350 GB/s, so each pass takes a microsecond
     assert engine.compute_slowdown == 1.0
     assert engine.gap_us == pytest.approx(machine.gap_us + 2.0)
+
+
+class Driver:
+    """Of two GPUs, with or without NVLink between them; `broken` is a call that fails."""
+
+    def __init__(self, atomics: int, broken: str) -> None:
+        self.atomics, self.broken = atomics, broken
+
+    def cuInit(self, flags: int) -> int:
+        return int(self.broken == "cuInit")
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        device._obj.value = 10 + ordinal
+        return int(self.broken == "cuDeviceGet")
+
+    def cuDeviceGetP2PAttribute(self, value: Any, attribute: int, one: Any, other: Any) -> int:
+        assert (attribute, one.value, other.value) == (3, 10, 11)
+        value._obj.value = self.atomics
+        return int(self.broken == "cuDeviceGetP2PAttribute")
+
+
+@pytest.mark.parametrize(
+    ("atomics", "broken", "found"),
+    [
+        (1, "", True),
+        (0, "", False),
+        (1, "cuInit", False),
+        (1, "cuDeviceGet", False),
+        (1, "cuDeviceGetP2PAttribute", False),
+    ],
+)
+def test_the_driver_is_asked_for_atomics_between_two_gpus(
+    atomics: int, broken: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports.ctypes, "CDLL", lambda name: Driver(atomics, broken))
+    assert transports.has_atomics_between(0, 1) is found
+
+
+def test_without_a_driver_there_are_no_atomics(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(transports.ctypes, "CDLL", missing)
+    assert not transports.has_atomics_between(0, 1)
