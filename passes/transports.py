@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import permutations
 
@@ -86,7 +87,7 @@ def has_atomics_between(one: int, other: int) -> bool:
     except OSError:
         return False
     value, devices = ctypes.c_int(0), (ctypes.c_int(), ctypes.c_int())
-    calls = (
+    calls: tuple[Callable[[], int], ...] = (
         lambda: driver.cuInit(0),
         lambda: driver.cuDeviceGet(ctypes.byref(devices[0]), one),
         lambda: driver.cuDeviceGet(ctypes.byref(devices[1]), other),
