@@ -53,7 +53,11 @@ Edit = Callable[[int, Issued], Issued]
 def plans(ranks: int, m: int, family: str) -> tuple[Plan, ...]:
     """The arguments of the op, as the passes read them off the rewritten graph of each rank."""
     plain = capture(lambda x, w: reduce_scatter(x @ w, 0, ranks), tensors((ranks * m, 2), (2, 1), dtype=torch.float32))
-    options, world, made = Options(rewrite="always", schedule=family, slices_per_rank=m), LocalWorld(ranks), []
+    options, world, made = (
+        Options(rewrite="always", schedule=family, slices_per_rank=m, slice_matmul="whole"),
+        LocalWorld(ranks),
+        [],
+    )
     for rank in range(ranks):
         gm, _ = rewrite_for_rank(plain, options, world.transport(rank))
         found = read_region(gm.graph, "rs0", Kind.REDUCE_SCATTER)
