@@ -18,6 +18,7 @@ from .passes.overlap_pass import overlap
 from .passes.separability import strides_that_matter
 from .passes.single_collectives import SINGLE_OF
 from .records import GraphRecords
+from .runtime.agreement import decisions
 from .runtime.local import LocalTransport, LocalWorld
 from .runtime.ops import pending_transfers
 from .runtime.transport import current_transport
@@ -100,7 +101,7 @@ def _prefixed(where: str) -> Callable[[str], str]:
 
 
 def assert_equivalent(
-    gm: fx.GraphModule,
+    gm: fx.GraphModule | Sequence[fx.GraphModule],
     inputs: Sequence[Sequence[Any]],
     options: Options | None = None,
     groups: Mapping[str, Sequence[Sequence[int]]] | None = None,
@@ -110,19 +111,22 @@ def assert_equivalent(
     """Raise AssertionError unless the rewritten graph gives every rank what the plain graph gives.
 
     `inputs[rank]` are the graph's inputs on that rank. `atol` is scaled by the largest value of an output. Returns the
-    records of rank 0, so that a test can also ask what was rewritten. Every rank must come to the same records.
+    records of rank 0, so that a test can also ask what was rewritten. Every rank must come to the same records. Where graphs
+    differ from rank to rank there is one for each, and the ranks must come to the same decisions.
     """
     ranks = len(inputs)
+    graphs = [gm] * ranks if isinstance(gm, fx.GraphModule) else gm
     options = options or Options(rewrite="always")
 
     def new_world() -> LocalWorld:
         return LocalWorld(ranks, groups or {})
 
-    plain = run_ranks(lambda _: gm, inputs, new_world())
+    plain = run_ranks(graphs.__getitem__, inputs, new_world())
     world = new_world()
-    rewritten = [rewrite_for_rank(gm, options, world.transport(rank)) for rank in range(ranks)]
-    keys = {records.key for _, records in rewritten}
-    assert len(keys) == 1, f"the ranks decided differently: {[records for _, records in rewritten]}"
+    rewritten = [rewrite_for_rank(graphs[rank], options, world.transport(rank)) for rank in range(ranks)]
+    one_graph = isinstance(gm, fx.GraphModule)
+    decided = {records.key if one_graph else repr(decisions(records.records)) for _, records in rewritten}
+    assert len(decided) == 1, f"the ranks decided differently: {[records for _, records in rewritten]}"
     results = run_ranks(lambda rank: rewritten[rank][0], inputs, world)
     for rank in range(ranks):
         for index, (want, got) in enumerate(zip(tree_leaves(plain[rank]), tree_leaves(results[rank]), strict=True)):

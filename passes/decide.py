@@ -26,7 +26,7 @@ from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
 from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
-from .regions import NoMatmul, Region, most_slices, plan_chain, plan_region, slices_of, ways_of
+from .regions import NoMatmul, Region, most_slices, plan_chain, plan_region, rank_share, slices_of, ways_of
 from .rules import ATTENTIONS, FIRST_FACTOR
 from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of, tensor_operands
 from .sites import Site
@@ -151,14 +151,14 @@ def _decide_planned(plan: Callable[[int], Region], options: Options, kind: Kind)
     cut = region.site  # with the dim that it is cut along
     wanted = slices_to_try(cut.kind) if options.slices_per_rank is None else (region.slices_per_rank,)
     most = most_slices(cut, LONG_ROWS if options.slices_per_rank is None else 2)
-    numbers = tuple(m for m in wanted if m <= most or slices_of(cut, m).are_equal)
+    numbers = tuple(m for m in wanted if m <= most or slices_of(cut, m).are_rows)
     try:
         choice = _predict(region, options, numbers)
         while choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
             chosen = choice.schedule.slices_per_rank
             region = plan(chosen)
             if region.slices_per_rank != chosen:  # some view, or kernel, only takes coarser slices, or equal ones
-                equal = (m for m in numbers if m < chosen and slices_of(cut, m).are_equal)
+                equal = (m for m in numbers if m < chosen and slices_of(cut, m).are_rows)
                 numbers = tuple(sorted({region.slices_per_rank, *equal}))
                 choice = _predict(region, options, numbers)
     except MachineError as error:
@@ -169,7 +169,9 @@ def _decide_planned(plan: Callable[[int], Region], options: Options, kind: Kind)
         )
         return Decision(plan(fewest), schedule, f"no prediction: {error}")
     reason = choice.reason
-    if not region.slicing.are_equal:
+    if cut.share is not None:
+        reason += f"; shards of {cut.share} rows, and of those that are left on the last ranks"
+    elif not region.slicing.are_equal:
         reason += f"; the {region.slicing.rows} rows of a rank in slices that differ by one row"
     example = example_shape(cut.value)
     if example != shape_of(cut.value):
@@ -208,6 +210,7 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         site.kind,
         machine,
         site.ranks,
+        rank_share(site),
         products_of(region),
         slice_bytes_of(region),
         None if options.schedule == "auto" and len(allowed) > 1 else allowed,
@@ -223,6 +226,7 @@ def _choose(
     kind: Kind,
     machine: Machine,
     ranks: int,
+    share: Fraction,
     products: Products,
     slice_bytes: float,
     allowed: tuple[str, ...] | None,
@@ -235,7 +239,7 @@ def _choose(
         kind,
         machine,
         ranks,
-        numbers_of(kind, machine, ranks, products, slice_bytes, finish_us),
+        numbers_of(machine, share, products, slice_bytes, finish_us),
         families=allowed,
         slices_per_rank=slices_per_rank,
         margin=margin,
@@ -244,11 +248,11 @@ def _choose(
 
 
 def numbers_of(
-    kind: Kind, machine: Machine, ranks: int, products: Products, slice_bytes: float, finish_us: float = 0.0
+    machine: Machine, share: Fraction, products: Products, slice_bytes: float, finish_us: float = 0.0
 ) -> RegionNumbers:
-    """A region in the cost model's terms."""
+    """A region in the cost model's terms; `share` is that of a rank."""
     return RegionNumbers(
-        compute_us=lambda m: body_us(products, machine, Fraction(1, kind.blocks(ranks) * m)),
+        compute_us=lambda m: body_us(products, machine, share / m),
         slice_bytes=slice_bytes,
         whole_compute_us=body_us(products, machine, WHOLE),
         finish_us=finish_us,
@@ -262,9 +266,9 @@ def first_factor(node: Node) -> Node:
 
 
 def slice_bytes_of(region: Region) -> float:
-    """Bytes of one rank's slice; in a chain of the larger of what arrives and what leaves."""
+    """Bytes of one rank's share; in a chain of the larger of what arrives and what leaves."""
     sizes = [prod(example_shape(site.value)) * tensor_of(site.value).element_size() for site in region.sites]
-    return float(max(sizes) // region.site.kind.blocks(region.site.ranks))
+    return float(max(sizes) * rank_share(region.site) // 1)
 
 
 def _finish_us(region: Region, machine: Machine) -> float:

@@ -22,6 +22,7 @@ from .edit import Edit, c10d
 from .rules import aten
 from .separability import SIXTEEN_BIT, shape_of, tensor_of
 from .sites import Groups, Site, site_of
+from .uneven import end_padding, read_without_padding
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def merge_sums(graph: Graph, site: Site, groups: Groups) -> Merged | None:
     """
     if not site.kind.reduces or tensor_of(site.value).dtype in SIXTEEN_BIT:
         return None
-    root, parts = site.wait, {site.wait: site}
+    root = _own_rows(site)
+    parts = {root: site}
     while len(root.users) == 1:
         (user,) = root.users
         found = _parts(user, site, groups)
@@ -62,21 +64,37 @@ def merge_sums(graph: Graph, site: Site, groups: Groups) -> Merged | None:
         reduced = edit.call(c10d.all_reduce.default, value(root), op, site.group_name, name=name)
         result = edit.call(c10d.wait_tensor.default, reduced)
     else:
-        reduced, result = edit.reduce_scatter(value(root), site.dim, op, site.ranks, site.group_name, name)
+        whole = value(root)
+        if site.share is not None:
+            shape = shape_of(whole)
+            padding = end_padding(shape, site.dim, site.share * site.ranks - shape[site.dim])
+            whole = edit.call(aten.constant_pad_nd.default, whole, padding)
+        reduced, result = edit.reduce_scatter(whole, site.dim, op, site.ranks, site.group_name, name)
+        if shape_of(result) != shape_of(root):
+            rows = edit.call(aten.slice.Tensor, result, site.dim, 0, shape_of(root)[site.dim])
+            result = edit.call(aten.clone.default, rows)  # dense, as a sum is
     edit.dead = [node for part in parts.values() for node in (*part.glue, part.collective, part.wait)]
-    edit.dead += sorted(_adds(root, parts))
+    edit.dead += sorted({*_adds(root, parts), *(node for node, part in parts.items() if node is not part.wait)})
     edit.replace(root, result)
     merged = site_of(reduced, groups)
     assert isinstance(merged, Site), merged
     return Merged(edit, tuple(sorted(part.collective for part in parts.values())), merged)
 
 
+def _own_rows(site: Site) -> Node:
+    """What a collective gives this rank: its result, without padding where the shards are not equal and this one is short."""
+    rows = None if site.share is None else read_without_padding(site.wait, site.dim)
+    return site.wait if rows is None else rows
+
+
 def _parts(node: Node, like: Site, groups: Groups) -> dict[Node, Site] | None:
     """The collectives whose results are added in `node`, by their waits, if it is such a sum, of ones like `like` alone."""
-    if node.target is c10d.wait_tensor.default:
-        (collective,) = node.all_input_nodes
+    wait = node.all_input_nodes[0] if node.target is aten.slice.Tensor else node
+    if wait.target is c10d.wait_tensor.default:
+        (collective,) = wait.all_input_nodes
         site = site_of(collective, groups)
-        return {node: site} if isinstance(site, Site) and _key(site) == _key(like) else None
+        is_like = isinstance(site, Site) and _key(site) == _key(like) and _own_rows(site) is node
+        return {node: site} if is_like else None  # type: ignore[dict-item]
     if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return None
     parts: dict[Node, Site] = {}
@@ -90,7 +108,7 @@ def _parts(node: Node, like: Site, groups: Groups) -> dict[Node, Site] | None:
 
 def _key(site: Site) -> tuple[object, ...]:
     shape, dtype = shape_of(site.value), tensor_of(site.value).dtype
-    return site.kind, site.group_name, site.dim, site.averages, shape, dtype
+    return site.kind, site.group_name, site.dim, site.share, site.averages, shape, dtype
 
 
 def _adds(root: Node, parts: dict[Node, Site]) -> list[Node]:

@@ -8,7 +8,7 @@ from ..schedule import Schedule
 from ..schedule.machine import Machine
 from ..schedule.simulate import Simulation, simulate
 from .decide import machine_of, numbers_of, products_of, slice_bytes_of
-from .regions import Region
+from .regions import Region, rank_share
 from .separability import tensor_of
 
 Prediction = Simulation
@@ -36,7 +36,7 @@ def predicted_us(region: Region, schedule: Schedule, machine: Machine) -> float 
 def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool) -> Simulation | None:
     site, m = region.site, schedule.slices_per_rank
     try:
-        numbers = numbers_of(site.kind, machine, site.ranks, products_of(region), slice_bytes_of(region))
+        numbers = numbers_of(machine, rank_share(site), products_of(region), slice_bytes_of(region))
         return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=spans)
     except MachineError:  # the machine has no such matmul, or another number of ranks
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from operator import getitem
 
 import torch
@@ -101,7 +102,8 @@ class Region:
         for node in reversed([*start, *self.members]):
             if all(user in inside and user not in kept for user in node.users) and not (node in start and joined):
                 continue
-            if node.target in VIEWS or (node.target is getitem and node.args[0].target in VIEWS):  # type: ignore[union-attr]
+            is_view = node.target in VIEWS or (node.target is getitem and node.args[0].target in VIEWS)  # type: ignore[union-attr]
+            if is_view and node not in start:
                 kept.add(node)
             else:
                 outputs.append(node)
@@ -216,9 +218,19 @@ def plan_chain(gather: Site, scatter: Site, slices_per_rank: int) -> Region:
             reasons.append(str(refusal))
             continue
         if body <= set(region.members) and region.cuts.get(scatter.value) == Cut(scatter.dim):
+            _check_shares(region, scatter)
             return region
         reasons += region.refusals
     raise NotSeparable("; ".join(dict.fromkeys(reasons)) or "what arrives and what leaves are cut along different dims")
+
+
+def _check_shares(region: Region, scatter: Site) -> None:
+    """Raises NotSeparable where the slices that arrive for a rank are not those that leave for it."""
+    slices = region.slicing
+    row = row_size(shape_of(scatter.value), Cut(scatter.dim), slices)
+    share = product((row, slices.rows))
+    if (scatter.share or quotient(shape_of(scatter.value)[scatter.dim], scatter.ranks)) != share:
+        raise NotSeparable("what arrives and what leaves has its uneven shards at different places")
 
 
 def reachable(start: Node, forward: bool) -> set[Node]:
@@ -240,15 +252,27 @@ def _no_matmul(site: Site) -> str:
         Kind.ALL_GATHER_OUT: "produces the gathered tensor",
         Kind.ALL_TO_ALL: "reads or produces the exchanged tensor",
     }.get(site.kind, "produces the summed tensor")
+    if site.share is not None and site.kind is Kind.ALL_GATHER and not site.rivals:
+        return "no matmul reads the gathered tensor, and what makes it is shorter on ranks with a short shard"
     return f"no matmul {what}: there is nothing to hide the transfer under"
 
 
 def slices_of(site: Site, slices_per_rank: int) -> Slices:
     """The slices of a site, of which each rank has so many."""
-    blocks = site.kind.blocks(site.ranks)
-    share = quotient(shape_of(site.value)[site.dim], blocks)
+    blocks, size = site.kind.blocks(site.ranks), shape_of(site.value)[site.dim]
+    if site.share is not None:
+        assert isinstance(size, int)
+        return Slices.of_uneven(site.share, size, blocks, slices_per_rank)
+    share = quotient(size, blocks)
     assert share is not None
     return Slices.of(share, blocks, slices_per_rank)
+
+
+def rank_share(site: Site) -> Fraction:
+    """The share of a rank in the tensor that is cut: the largest one, where they are not equal."""
+    if site.share is None:
+        return Fraction(1, site.kind.blocks(site.ranks))
+    return Fraction(min(site.share, size := example_shape(site.value)[site.dim]), size)
 
 
 def most_slices(site: Site, symbolic_rows: int = 2) -> int:
@@ -256,6 +280,8 @@ def most_slices(site: Site, symbolic_rows: int = 2) -> int:
 
     Raises NotSeparable where it depends on data.
     """
+    if site.share is not None:
+        return site.share
     share = example_shape(site.value)[site.dim] // site.kind.blocks(site.ranks)
     return share if isinstance(shape_of(site.value)[site.dim], int) else max(1, share // symbolic_rows)
 
@@ -266,11 +292,12 @@ def _slice_counts(site: Site, at_most: int) -> list[int]:
         raise NotSeparable(f"a tensor of shape {list(shape_of(site.value))} is empty: there is nothing to transfer")
     kind = site.kind
     blocks, fewest = kind.blocks(site.ranks), kind.fewest_slices
-    divides_by_ranks(shape_of(site.value), [site.dim], blocks)
+    if site.share is None:
+        divides_by_ranks(shape_of(site.value), [site.dim], blocks)
     if at_most < fewest:
         raise NotSeparable(f"in {at_most} slice a rank nothing is computed while results travel: it takes {fewest}")
     finest = min(at_most, most_slices(site))
-    found = [m for m in range(at_most, fewest - 1, -1) if m == finest or slices_of(site, m).are_equal]
+    found = [m for m in range(at_most, fewest - 1, -1) if m == finest or slices_of(site, m).are_rows]
     if not found:
         raise NotSeparable(f"dim {site.dim} of {list(shape_of(site.value))} does not divide into 2 to {at_most} slices")
     return found
@@ -381,7 +408,7 @@ def _check_examples(region: Region) -> None:
 
 def _check_reach(region: Region) -> None:
     """Raises NotSeparable where unequal slices leave out a matmul that equal ones reach."""
-    if region.slicing.are_equal:
+    if region.slicing.are_rows:
         return
     whole = replace(region, slices_per_rank=1, members=[], splits={}, cuts={}, shared=set(), refusals=[])
     (_grow_downstream if region.is_gather else _grow_upstream)(whole)

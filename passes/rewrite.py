@@ -15,8 +15,9 @@ from .regions import Region
 from .rules import aten
 from .separability import SIXTEEN_BIT, Cut, Slices, Spans, bounds, local_shape, shape_of, tensor_of, tensor_operands
 from .sites import Site
-from .sizes import Size
+from .sizes import Size, as_size
 from .slice_writer import SliceWriter, replace_region
+from .uneven import end_padding
 
 
 def rewrite_region(
@@ -52,7 +53,7 @@ class _ScheduleWriter(SliceWriter):
             self.actions, self.own = together
             first = self._index(self.own[0])
             ends = (*range(1, first + 1), *range(first + len(self.own), self.units.count + 1))
-            self.slices = Spans(self.units.ranks, self.units.per_rank, self.units.rows, ends)
+            self.slices = Spans(**vars(self.units), ends=ends)
 
     # --- the program ------------------------------------------------------------------------------------------------
 
@@ -93,12 +94,30 @@ class _ScheduleWriter(SliceWriter):
     def _own_block(self, slice_: int) -> Node:
         """What this rank has at the start for one peer in an all-to-all; its shard, in any other kind."""
         site = self.site
+        if site.share is not None:
+            first, last = (self._unit(part)[end] for part, end in ((0, 0), (self.units.per_rank - 1, 1)))
+            return self._rows(site.shard, (0, as_size(last - first)), slice_)
         if not site.kind.is_all_to_all:
             return site.shard
         return self._part(site.shard, site.peer_dim, Slices(site.ranks), self.schedule.destination(slice_), slice_)
 
     def _own_part(self, block: Node, part: int, slice_: int) -> Node:
-        return self._part(block, self.site.dim, replace(self.units, ranks=1), part, slice_)
+        if self.site.share is None:
+            return self._part(block, self.site.dim, replace(self.units, ranks=1), part, slice_)
+        first = self._unit(0)[0]
+        start, stop = self._unit(part)
+        return self._rows(block, (as_size(start - first), as_size(stop - first)), slice_)
+
+    def _unit(self, part: int) -> tuple[Size, Size]:
+        """Where a part of this rank's share lies in the whole."""
+        site = self.site
+        return bounds(shape_of(site.value), Cut(site.dim), self.units, site.rank * self.units.per_rank + part)
+
+    def _rows(self, node: Node, where: tuple[Size, Size], slice_: int) -> Node:
+        dim = self.site.dim
+        if where == (0, shape_of(node)[dim]):
+            return node
+        return self.emit("own", aten.slice.Tensor, (node, dim, *where), slice_)
 
     def _part(self, node: Node, dim: int, parts: Slices, index: int, slice_: int) -> Node:
         """One of the `parts` of a tensor."""
@@ -222,6 +241,10 @@ class _ScheduleWriter(SliceWriter):
                 total = self.emit("mean", aten.div.Tensor, (total, site.ranks), slice_)
             parts.append(self.as_dtype(total, tensor_of(site.value).dtype, slice_))
         joined = parts[0] if len(parts) == 1 else self.emit("result", aten.cat.default, (parts, site.dim), None)
+        if shape_of(joined) != shape_of(site.wait):  # of shares that are not equal: padded, as what reads it expects
+            missing = shape_of(site.wait)[site.dim] - shape_of(joined)[site.dim]
+            padding = end_padding(shape_of(joined), site.dim, missing)
+            joined = self.emit("padded", aten.constant_pad_nd.default, (joined, padding), None)
         return self.with_strides_of(site.wait, joined)
 
     def _exchanged_result(self) -> Node:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -34,16 +35,27 @@ class Slices:
     Slice j is part `p = j % per_rank` of the share of rank `j // per_rank`: its rows from `rows * p // per_rank` up to
     `rows * (p + 1) // per_rank`. So they differ by one row at most, and a symbolic number of rows is cut without a guard.
     What a row is differs from tensor to tensor of a region. Where slices are equal, a slice is a row.
+
+    Shards that are not equal leave no more than `kept` rows for all ranks together: the shares of the last ranks are shorter
+    by what is missing, or empty. There all sizes are numbers.
     """
 
     ranks: int
     per_rank: int = 1
     rows: Size = 1
+    kept: int | None = None
 
     @classmethod
     def of(cls, share: Size, ranks: int, per_rank: int) -> Slices:
         """Equal ones where `per_rank` divides the share of a rank."""
         return cls(ranks, per_rank, share if quotient(share, per_rank) is None else per_rank)
+
+    @classmethod
+    def of_uneven(cls, share: int, size: int, ranks: int, per_rank: int) -> Slices:
+        """Of shares that end at `size`. Rows are as coarse as both and `per_rank` slices of a share allow."""
+        row = gcd(share, size)
+        row = row if share // row % per_rank == 0 else 1
+        return cls(ranks, per_rank, share // row, size // row)
 
     @property
     def count(self) -> int:
@@ -55,15 +67,27 @@ class Slices:
         return range(self.count)
 
     @property
-    def are_equal(self) -> bool:
+    def are_rows(self) -> bool:
+        """Whether no slice is longer than another one, but for those that are short because rows are missing."""
         return self.rows == self.per_rank
+
+    @property
+    def are_equal(self) -> bool:
+        return self.are_rows and self.kept is None
+
+    @property
+    def all_rows(self) -> Size:
+        """Rows of all ranks together."""
+        return product((self.ranks, self.rows)) if self.kept is None else self.kept
 
     def bounds(self, index: int, row: Size) -> tuple[Size, Size]:
         """Where a slice starts and ends, along a dim in which a row has size `row`."""
         rank, part = divmod(index, self.per_rank)
-        low, high = (floor_quotient(product((self.rows, p)), self.per_rank) for p in (part, part + 1))
         before = product((self.rows, rank))
-        return product((row, before + low)), product((row, before + high))
+        low, high = (before + floor_quotient(product((self.rows, p)), self.per_rank) for p in (part, part + 1))
+        if self.kept is not None:
+            low, high = min(low, self.kept), min(high, self.kept)
+        return product((row, low)), product((row, high))
 
     def fewest_rows(self) -> Size:
         """Rows of the shortest slice."""
@@ -222,12 +246,15 @@ def divides_by_ranks(shape: Shape, dims: Sequence[int], ranks: int) -> list[int]
 def row_size(shape: Shape, cut: Cut, slices: Slices) -> Size:
     """Size of a row along the cut dim: a slice starts and ends at a multiple. Raises NotSeparable where there is none."""
     size = shape[cut.dim]
-    row = quotient(size, product((cut.outer, slices.ranks, slices.rows)))
+    row = quotient(size, product((cut.outer, slices.all_rows)))
     if size == 0:
         raise NotSeparable(f"dim {cut.dim} of {list(shape)} is empty: there is nothing to slice")
     if row is None:
         does_not = "does not divide" if isinstance(size, int) else "does not divide, for each of its values,"
         what = f"{slices.count} equal slices" if slices.are_equal else f"{slices.ranks} times {slices.rows} rows"
+        what = (
+            what if slices.kept is None else f"{slices.kept} rows, {slices.rows} for each rank that has all of its own"
+        )
         raise NotSeparable(f"size {size} of dim {cut.dim} {does_not} into {what}")
     return row
 
@@ -343,7 +370,7 @@ def reshaped_cut(node: Node, source: Shape, target: Shape, cut: Cut, slices: Sli
     if 0 in target:
         raise NotSeparable(f"{name_of(node)} of shape {list(target)} is empty")
     row = product((row_size(source, cut, slices), *source[cut.dim + 1 :]))
-    pattern = product((slices.ranks, slices.rows, row))
+    pattern = product((slices.all_rows, row))
     for dim in range(len(target)):
         outer = quotient(product(target[dim:]), pattern)
         if outer is not None and quotient(row, product(target[dim + 1 :])) is not None:

@@ -7,6 +7,13 @@ Forms of an all-gather along dim d, and of a reduce-scatter (read upwards), that
     dist.all_gather(list)  all_gather -> wait -> slice(0) x N [-> copy x N] -> cat(d)
 
 Any other form keeps dim 0 here, and its views are left to the separability rules.
+
+Where a size S does not divide by the ranks, DTensor pads each shard to C rows, and afterwards takes the padding off again:
+
+    all-gather             [pad on a rank that has fewer] -> all-gather to ranks * C rows, as above -> slice(d, 0, S)
+    reduce-scatter         split(C, d) -> pad the last piece, zeros for ranks without one -> cat(d) -> reduce-scatter, as above
+
+What is cut is then the tensor of S rows (`passes/uneven.py`): padding is neither sent nor computed on.
 """
 
 from __future__ import annotations
@@ -20,6 +27,8 @@ import torch
 from torch.fx import Node
 
 from ..schedule import Kind
+from . import uneven
+from .blocks import back_through_copies, block_source, blocks_of, cat_dim, through_copies
 from .rules import aten
 from .separability import NotSeparable, divides_by_ranks, shape_of
 from .sizes import SizeNodes, UnknownSize, as_size, quotient
@@ -33,7 +42,6 @@ _KINDS: dict[object, Kind] = {
     c10d.all_reduce.default: Kind.ALL_REDUCE,
     c10d.all_to_all_single.default: Kind.ALL_TO_ALL,
 }
-_COPIES = (aten.clone.default, aten.alias.default, aten.copy.default)
 
 
 class Groups(Protocol):
@@ -52,6 +60,8 @@ class Site:
     blocks for (or from) the peers lie. `glue` are the nodes between the collective and `value`; `blocks` are those of them
     that are the block of one rank, with that rank: others may read these, too. `alternatives` are other ways to see the same
     collective: an all-reduce cut along another dim, an all-to-all from its other side, a gathered list that is joined twice.
+
+    `share` is the size of a rank's shard along `dim` where the last ranks have less of `value`, or nothing: see `uneven.py`.
 
     `rivals` of an all-gather are the same collective behind what makes its shard (`ALL_GATHER_OUT`), one for each dim: there
     `value` is what this rank makes and sends, `shard` the gathered tensor and `peer_dim` the dim along which that is gathered.
@@ -73,6 +83,7 @@ class Site:
     blocks: tuple[tuple[Node, int], ...] = ()
     alternatives: tuple[Site, ...] = ()
     rivals: tuple[Site, ...] = ()
+    share: int | None = None
 
     @property
     def gathered(self) -> tuple[Node, int]:
@@ -140,16 +151,41 @@ def site_of(node: Node, groups: Groups) -> Site | LeftAlone:
 
 def _all_gather(ends: Site) -> Site:
     """From the side of what reads it; as rivals from the side of what makes it, along each dim."""
-    site = _gathered(ends)
+    padded = _gathered(ends)
+    site = _without_padding(padded)
     made = replace(
-        site, kind=Kind.ALL_GATHER_OUT, value=site.shard, shard=site.value, peer_dim=site.dim, alternatives=()
+        padded, kind=Kind.ALL_GATHER_OUT, value=padded.shard, shard=padded.value, peer_dim=padded.dim, alternatives=()
     )
-    return replace(site, rivals=tuple(replace(made, dim=dim) for dim in range(len(shape_of(made.value)))))
+    dims = range(len(shape_of(made.value)))
+    if site.share is not None and not uneven.made_alike(
+        *uneven.sizes(padded.value, padded.dim, site.value), padded.ranks
+    ):
+        dims = range(0)
+    return replace(
+        site,
+        alternatives=tuple(map(_without_padding, padded.alternatives)),
+        rivals=tuple(replace(made, dim=dim) for dim in dims),
+    )
+
+
+def _without_padding(site: Site) -> Site:
+    """The site of a gathered tensor from which its only reader takes padding off, if that is what it does."""
+    value = uneven.read_without_padding(site.value, site.dim)
+    inside = {*site.glue, site.value}
+    if value is None or any(user not in inside for block, _ in site.blocks for user in block.users):
+        return site
+    padded, kept = uneven.sizes(site.value, site.dim, value)
+    share = padded // site.ranks
+    mine = max(0, min(share, kept - site.rank * share))
+    shard, padding = uneven.shard_without_padding(site.shard, site.dim, mine)
+    return replace(
+        site, value=value, shard=shard, share=share, glue=tuple(sorted({*inside, *padding})), blocks=(), alternatives=()
+    )
 
 
 def _gathered(ends: Site) -> Site:
     """Its value is `wait` itself, or the cat of its blocks where that is all that reads it."""
-    chains = [_through_copies(block) for block in _blocks(ends.wait, 0, ends.ranks) or ()]
+    chains = [through_copies(block) for block in blocks_of(ends.wait, 0, ends.ranks) or ()]
     cats = _cats([chain[-1] for chain in chains])
     blocks = {node: rank for rank, chain in enumerate(chains) for node in chain}
     glue = {*blocks, *ends.wait.users}
@@ -157,7 +193,7 @@ def _gathered(ends: Site) -> Site:
     if not cats or any(user not in firsts and not set(user.users) <= firsts for user in ends.wait.users):
         return ends
     whole = replace(ends, glue=tuple(sorted(glue)), blocks=tuple(blocks.items()))
-    along = [replace(whole, value=cat, dim=_cat_dim(cat)) for cat in cats]
+    along = [replace(whole, value=cat, dim=cat_dim(cat)) for cat in cats]
     return replace(along[0], alternatives=tuple(along[1:]))
 
 
@@ -169,7 +205,13 @@ def _cats(pieces: list[Node]) -> list[Node]:
 
 def _reduce_scatter(ends: Site) -> Site:
     value, dim, glue = _scattered(ends.shard, ends.ranks)
-    return replace(ends, value=value, dim=dim, shard=ends.wait, glue=glue, averages=_averages(ends))
+    site = replace(ends, value=value, dim=dim, shard=ends.wait, glue=glue, averages=_averages(ends))
+    unpadded = uneven.scattered_without_padding(value, dim, ends.ranks)
+    if unpadded is None:
+        return site
+    value, padding = unpadded
+    padded, _ = uneven.sizes(site.value, dim, value)
+    return replace(site, value=value, share=padded // ends.ranks, glue=tuple(sorted({*glue, *padding})))
 
 
 def _all_reduce(ends: Site) -> Site:
@@ -219,89 +261,15 @@ _BY_KIND = {
 
 def _scattered(source: Node, ranks: int) -> tuple[Node, int, tuple[Node, ...]]:
     """The tensor that is scattered: `source` itself, or the one whose blocks it is the cat of."""
-    if source.target is aten.cat.default and _cat_dim(source) == 0:
+    if source.target is aten.cat.default and cat_dim(source) == 0:
         pieces = source.args[0]
         assert isinstance(pieces, Sequence)
-        chains = [_back_through_copies(piece) for piece in pieces if isinstance(piece, Node)]
-        first = _block_source(chains[0][-1])
+        chains = [back_through_copies(piece) for piece in pieces if isinstance(piece, Node)]
+        first = block_source(chains[0][-1])
         if first is not None:
             whole, dim = first
-            if _blocks(whole, dim, ranks) == [chain[-1] for chain in chains]:
+            if blocks_of(whole, dim, ranks) == [chain[-1] for chain in chains]:
                 glue = {source, *(node for chain in chains for node in chain)}
                 glue |= {node.args[0] for node in glue if node.target is operator.getitem}  # type: ignore[misc]
                 return whole, dim, tuple(sorted(glue))
     return source, 0, ()
-
-
-def _cat_dim(cat: Node) -> int:
-    dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
-    assert isinstance(dim, int)
-    return dim % len(shape_of(cat))
-
-
-def _blocks(whole: Node, dim: int, ranks: int) -> list[Node] | None:
-    """The nodes that are the `ranks` equal blocks of `whole` along `dim`, in order, if the graph has all of them."""
-    block = quotient(shape_of(whole)[dim], ranks)
-    if block in (None, 0):
-        return None
-    found: dict[int, Node] = {}
-    for user in whole.users:
-        if user.target in (aten.split.Tensor, aten.split_with_sizes.default):
-            for item in user.users:
-                if item.target is operator.getitem and _block_source(item) == (whole, dim):
-                    found[item.args[1]] = item  # type: ignore[index]
-        elif _block_source(user) == (whole, dim):
-            rank = quotient(as_size(user.args[2] if len(user.args) > 2 else 0), block)
-            if isinstance(rank, int):
-                found[rank] = user
-    blocks = [found.get(rank) for rank in range(ranks)]
-    if any(node is None or shape_of(node)[dim] != block for node in blocks):
-        return None
-    return blocks  # type: ignore[return-value]
-
-
-def _block_source(node: Node) -> tuple[Node, int] | None:
-    """The tensor and dim of which `node` is a block, for a getitem of a split and for a slice of step 1."""
-    if node.target is operator.getitem:
-        split = node.args[0]
-        assert isinstance(split, Node)
-        if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
-            return None
-        node, rest = split, split.args[2:] or (split.kwargs.get("dim", 0),)
-    elif node.target is aten.slice.Tensor and len(node.args) < 5:
-        rest = node.args[1:2] or (0,)
-    else:
-        return None
-    whole, dim = node.args[0], rest[0]
-    assert isinstance(whole, Node)
-    assert isinstance(dim, int)
-    return whole, dim % len(shape_of(whole))
-
-
-def _through_copies(node: Node) -> list[Node]:
-    """`node` and the copies that follow it, each the only reader of the one before."""
-    chain = [node]
-    while len(chain[-1].users) == 1:
-        (user,) = chain[-1].users
-        if user.target not in _COPIES or _copied(user) is not chain[-1]:
-            break
-        chain.append(user)
-    return chain
-
-
-def _back_through_copies(node: Node) -> list[Node]:
-    chain = [node]
-    while chain[-1].target in _COPIES:
-        source = _copied(chain[-1])
-        assert isinstance(source, Node)
-        chain.append(source)
-    return chain
-
-
-def _copied(copy: Node) -> object:
-    """What a copy reads; `aten.copy(destination, source)` names it second. A cast is no copy."""
-    source = copy.args[1] if copy.target is aten.copy.default else copy.args[0]
-    if not isinstance(source, Node) or not isinstance(source.meta.get("val"), torch.Tensor):
-        return None
-    same = source.meta["val"].dtype == copy.meta["val"].dtype and shape_of(source) == shape_of(copy)
-    return source if same else None

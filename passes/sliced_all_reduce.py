@@ -119,7 +119,7 @@ class _Writer(SliceWriter):
     def __init__(self, graph: Graph, sliced: SlicedAllReduce, tag: str, which: str, after: Node) -> None:
         super().__init__(graph, sliced.region, tag, which, after)
         units = self.slices
-        self.slices = Spans(units.ranks, units.per_rank, units.rows, sliced.series.ends)
+        self.slices = Spans(units.ranks, units.per_rank, units.rows, ends=sliced.series.ends)
         self.sums: list[Node] = []
 
     def program(self) -> None:

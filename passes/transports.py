@@ -17,7 +17,7 @@ from ..options import Options
 from ..schedule import Schedule
 from ..schedule.machine import Machine
 from ..torch_adapter import group_members, without_peer_memory
-from .decide import machine_of
+from .decide import machine_of, slice_bytes_of
 from .predict import predicted_us
 from .regions import Region
 from .separability import tensor_of
@@ -39,7 +39,7 @@ def choose_transport(region: Region, schedule: Schedule, options: Options) -> tu
     if missing:
         return C10D, f"transfers by c10d: {missing}"
     machine = machine_of(options, device.type)
-    slice_bytes = tensor_of(region.site.value).nbytes / region.slices
+    slice_bytes = slice_bytes_of(region) / region.slices_per_rank
     c10d, engine = (predicted_us(region, schedule, m) for m in (machine, with_copy_engine(machine, slice_bytes)))
     if c10d is None or engine is None:
         return C10D, "transfers by c10d: no prediction of the copy engine"
