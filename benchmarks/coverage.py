@@ -63,6 +63,11 @@ ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "passes/test_unequal_slices.py",
         "test_one_graph_serves_every_length_without_a_guard",
     ),
+    (
+        "shards that are not equal, padded by DTensor",
+        "passes/test_uneven.py",
+        "test_sums_of_two_scattered_gradients_travel_once_on_every_rank",
+    ),
     ("sizes that do not divide, and none at all", "test_backend.py", "test_an_uneven_or_empty_size_does_not_crash"),
     ("attention along query rows", "passes/test_attention.py", "test_query_rows_leave_slice_by_slice"),
     (

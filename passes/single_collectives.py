@@ -3,7 +3,8 @@
     coalesced     op_coalesced([a, b, ...])  ->  op(a), op(b), ...
                   afterwards those that were left alone are coalesced again: all of them, and the graph is as it was
     repeated      two equal collectives of the same tensor  ->  the first one, read by all
-                  also what is done with both results in the same way, as the blocks of a gather along another dim
+                  also pads in front of them, and what is done with both results in the same way, as the blocks of a gather
+                  along another dim
     waits         of one collective, or of what was awaited already  ->  the first one
 
 What remains of them in the records: a coalesced collective has one record if it stays whole, and one a part if not; a
@@ -64,6 +65,7 @@ class SingleCollectives:
         self.coalesced = [c for node in nodes if (c := self._split(node)) is not None]
         for node in [node for node in graph.nodes if is_collective(node)] if enabled else ():
             self._wait_once(node)
+        self._pad_once(n for n in nodes if n.target not in SINGLE_OF and is_collective(n))
         self.repeated = self._merge(n for n in nodes if n.target not in SINGLE_OF and is_collective(n))
 
     def finish(self, records: Mapping[str, Record]) -> tuple[list[Record], dict[str, bool]]:
@@ -146,6 +148,18 @@ class SingleCollectives:
             self._wait_once(node)
 
     # --- repeated ---------------------------------------------------------------------------------------------------
+
+    def _pad_once(self, collectives: Iterable[Node]) -> None:
+        """Let equal pads in front of collectives be one: only ranks with a short shard have them, and ranks decide alike."""
+        first: dict[Hashable, Node] = {}
+        for node in collectives:
+            pad = node.args[0]
+            if isinstance(pad, Node) and pad.target is aten.constant_pad_nd.default:
+                kept = first.setdefault(_call_of(pad), pad)
+                if kept < pad:
+                    node.replace_input_with(pad, kept)
+                    if not pad.users:
+                        self.graph.erase_node(pad)
 
     def _merge(self, collectives: Iterable[Node]) -> dict[str, tuple[str, str]]:
         """Repeated collective by name -> its op, and the name of the first one."""

@@ -176,6 +176,8 @@ def _without_padding(site: Site) -> Site:
         return site
     padded, kept = uneven.sizes(site.value, site.dim, value)
     share = padded // site.ranks
+    if kept <= share:
+        return site  # only one rank has any
     mine = max(0, min(share, kept - site.rank * share))
     shard, padding = uneven.shard_without_padding(site.shard, site.dim, mine)
     return replace(
@@ -210,8 +212,11 @@ def _reduce_scatter(ends: Site) -> Site:
     if unpadded is None:
         return site
     value, padding = unpadded
-    padded, _ = uneven.sizes(site.value, dim, value)
-    return replace(site, value=value, share=padded // ends.ranks, glue=tuple(sorted({*glue, *padding})))
+    padded, kept = uneven.sizes(site.value, dim, value)
+    share = padded // ends.ranks
+    if kept <= share:
+        return site  # for one rank only
+    return replace(site, value=value, share=share, glue=tuple(sorted({*glue, *padding})))
 
 
 def _all_reduce(ends: Site) -> Site:

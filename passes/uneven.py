@@ -22,14 +22,14 @@ from .separability import NotSeparable, Shape, argument, name_of, shape_of
 
 
 def read_without_padding(gathered: Node, dim: int) -> Node | None:
-    """The only reader of a gathered tensor, where that keeps the first rows along `dim`."""
+    """The only reader of what a collective gives, where that keeps the first rows along `dim`."""
     (reader, *others) = gathered.users or (None,)
     if reader is None or others or reader.target is not aten.slice.Tensor or block_source(reader) != (gathered, dim):
         return None
     all_rows, kept = shape_of(gathered)[dim], shape_of(reader)[dim]
     if not isinstance(all_rows, int) or not isinstance(kept, int) or argument(reader, "start") not in (0, None):
         return None
-    return reader if 0 < kept < all_rows else None
+    return reader if kept < all_rows else None
 
 
 def sizes(padded: Node, dim: int, kept: Node) -> tuple[int, int]:

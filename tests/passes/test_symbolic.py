@@ -257,10 +257,10 @@ def scatter_of_uneven(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("function", [gather_of_uneven, scatter_of_uneven], ids=lambda f: f.__name__)
-def test_uneven_shards_are_left_alone_and_the_reason_says_which_size_would_do(
+def test_uneven_shards_of_a_symbolic_length_are_left_alone_and_the_reason_says_which_size_would_do(
     function: Callable[..., tuple[Tensor, ...]],
 ) -> None:
-    (record,) = assert_equivalent(capture(function, tensors((2, 6, 4), (4, 6))), at((2, 6))).records
+    (record,) = assert_equivalent(captured(function, (1,)), at((2, 6))).records
     assert not record.rewritten
     assert "A size that divides by the ranks" in record.reason
 
