@@ -13,7 +13,7 @@ from fo_compiler import Record
 from tests.distributed import uneven_checks as checks
 from tests.distributed.harness import World
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.nightly]  # compiles of 10 seconds
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 if not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
@@ -34,6 +34,7 @@ def test_a_plan_whose_sequence_and_hidden_size_do_not_divide_trains_as_under_pla
     assert sum("whose results are added" in record.reason for record in records) >= 2
 
 
+@pytest.mark.nightly  # compiles of ten seconds
 @pytest.mark.parametrize(
     ("sizes", "dim", "options"),
     [
