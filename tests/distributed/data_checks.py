@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fo_compiler
 from fo_compiler import Record
+from fo_compiler.torch_adapter import TORCH_VERSION
 from tests.distributed.checks import (
     all_gather,
     assert_nothing_left,
@@ -129,13 +130,17 @@ def inputs_and_outputs() -> list[Record]:
     """Un-awaited inputs, transposed and strided ones, and results that leave the graph as they came."""
     group = dist.group.WORLD
 
+    def strided(x: Tensor) -> Tensor:
+        """torch 2.11 itself refuses collectives of what is not contiguous."""
+        return x if TORCH_VERSION >= (2, 13) else x.contiguous()
+
     def function(pending: Tensor, x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
         return [
             reduce_scatter(pending @ w, "sum", 0, group),
-            all_gather(x.t(), 0, group) @ w,
-            all_gather(y[:, ::2], 0, group) @ w,
+            all_gather(strided(x.t()), 0, group) @ w,
+            all_gather(strided(y[:, ::2]), 0, group) @ w,
             all_gather(w.t() @ w, 0, group),
-            reduce_scatter((y[:, ::2] @ w).t(), "sum", 0, group).t(),
+            reduce_scatter(strided((y[:, ::2] @ w).t()), "sum", 0, group).t(),
             all_gather(x, 1, group),
         ]
 

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fo_compiler import Record
+from fo_compiler.torch_adapter import TORCH_VERSION
 from tests.distributed import checks
 from tests.distributed.harness import RankFailed, World
 from tests.machines import one_slow_link
@@ -89,12 +90,20 @@ def test_all_reduces_in_slices_of_the_library(world: Worlds, ranks: int) -> None
     assert [(record.schedule or "").partition(" ")[0] for record in records] == ["library"] * 2
 
 
+trains_under_plain_inductor = pytest.mark.skipif(
+    TORCH_VERSION < (2, 13),
+    reason="plain Inductor's own program fails on this torch: attention's backward gets float32 where all else is float64",
+)
+
+
 @pytest.mark.nightly
+@trains_under_plain_inductor
 def test_all_reduces_that_are_left_alone_train_as_under_plain_inductor(world: Worlds) -> None:
     left = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "never")))
     assert rewritten(left) == 0
 
 
+@trains_under_plain_inductor
 def test_all_reduces_train_as_under_plain_inductor(world: Worlds) -> None:
     done = agreed(world(2).run(partial(checks.all_reduces_train_as_under_plain_inductor, "always")))
     assert rewritten(done) == len(done) >= 6, (
