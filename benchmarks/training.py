@@ -11,8 +11,8 @@ flashoverlap  ours
 
 step_ms       median step, slowest rank
 exposed_ms    how long a rank waits for communication, or posts it, in a step: by torch.profiler, from the ops that do so
-hidden        what is gone of plain Inductor's exposed time, as a share of what can go: no more than the rest of the phase takes
-bound_ms      plain Inductor's step without all that can go
+hidden        1 - exposed / exposed under plain Inductor: it runs under compute, or takes less time than the collective
+bound_ms      plain Inductor's step without its exposed time; where the link is the limit nothing comes near it
 peak_mb       most memory that a step adds
 """
 
@@ -148,7 +148,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
             found[name]["losses"].append(step(index))
             found[name]["step_ms"].append((time.perf_counter() - start) * 1e3)
     for name, step in running.items():
-        found[name]["profiled_ms"] = profiled_ms(step, (steps + 1, steps + 2, steps + 3))
+        found[name]["exposed_ms"] = exposed_ms(step, (steps + 1, steps + 2, steps + 3))
         found[name]["peak_mb"] = peak_mb(step, steps + 1)
     torch.compiler.reset()
     return {"ways": found, "records": [(r.graph, r.rewritten, r.collective) for r in report.records]}
@@ -177,22 +177,20 @@ def _trainer(backend: str, options: dict[str, Any], config: Any, batches: list[A
     return step
 
 
-def profiled_ms(step: Step, indices: tuple[int, ...]) -> dict[str, dict[str, float]]:
-    """Per phase: `exposed`, the time of a step in ops of communication, and `rest`; medians of profiled steps of this rank."""
+def exposed_ms(step: Step, indices: tuple[int, ...]) -> dict[str, float]:
+    """Per phase: time a step in ops of communication, median over some profiled steps of this rank."""
     from torch.profiler import ProfilerActivity, profile
 
-    found: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
     for index in indices:
         dist.barrier()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             step(index)
-        events = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
-        for phase, us in exposed_us(events).items():
-            found[phase].append(us)
-    return {
-        phase: {part: statistics.median(us[part] for us in of_steps) / 1e3 for part in ("exposed", "rest")}
-        for phase, of_steps in found.items()
-    }
+        for phase, us in exposed_us(
+            [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+        ).items():
+            found[phase].append(us / 1e3)
+    return {phase: statistics.median(values) for phase, values in found.items()}
 
 
 def peak_mb(step: Step, index: int) -> float:
@@ -209,21 +207,20 @@ def peak_mb(step: Step, index: int) -> float:
     return float(max(accumulate((size for _, size in changes), initial=0))) / 1e6
 
 
-def exposed_us(events: list[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
-    """By phase, from (name, start, end): time in ops of communication, one inside another counted once; and the rest."""
-    found: dict[str, dict[str, float]] = {}
+def exposed_us(events: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Time in ops of communication by phase, from (name, start, end); an op inside another one counts once."""
+    total = dict.fromkeys(PHASES, 0.0)
     for phase in PHASES:
         spans = [(start, end) for name, start, end in events if name == f"phase {phase}"]
         inside = sorted(
             (start, end) for name, start, end in events
             if name.startswith(COMMUNICATION) and any(first <= start < last for first, last in spans)
         )  # fmt: skip
-        exposed, until = 0.0, float("-inf")
+        until = float("-inf")
         for start, end in inside:
-            exposed += max(0.0, end - max(start, until))
+            total[phase] += max(0.0, end - max(start, until))
             until = max(until, end)
-        found[phase] = {"exposed": exposed, "rest": max(0.0, sum(end - start for start, end in spans) - exposed)}
-    return found
+    return total
 
 
 def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -235,24 +232,21 @@ def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
             ways[name] = {"failed": next(of_rank["failed"] for of_rank in all_of_it if "failed" in of_rank)}
             continue
         turns = [max(turn) for turn in zip(*(of_rank["step_ms"] for of_rank in all_of_it), strict=True)]
-        slowest = {
-            phase: max((of_rank["profiled_ms"][phase] for of_rank in all_of_it), key=lambda ms: ms["exposed"])
-            for phase in PHASES
-        }
+        exposed = {phase: max(of_rank["exposed_ms"][phase] for of_rank in all_of_it) for phase in PHASES}
         ways[name] = {
             "step_ms": round(statistics.median(turns), 2),
             "first_step_s": round(max(of_rank["first_step_s"] for of_rank in all_of_it), 1),
-            "exposed_ms": {phase: round(ms["exposed"], 2) for phase, ms in slowest.items()},
-            "rest_ms": {phase: round(ms["rest"], 2) for phase, ms in slowest.items()},
+            "exposed_ms": {phase: round(ms, 2) for phase, ms in exposed.items()},
             "peak_mb": round(max(of_rank["peak_mb"] for of_rank in all_of_it), 2),
             "loss": mine["losses"][-1],
         }
     plain = ways["inductor"]
-    hideable = {phase: min(plain["exposed_ms"][phase], plain["rest_ms"][phase]) for phase in PHASES}
     for way in ways.values():
         if "failed" not in way:
-            gone = {phase: plain["exposed_ms"][phase] - way["exposed_ms"][phase] for phase in PHASES}
-            way["hidden"] = {phase: round(gone[phase] / max(hideable[phase], 1e-9), 4) for phase in PHASES}
+            way["hidden"] = {
+                phase: round(1 - way["exposed_ms"][phase] / max(plain["exposed_ms"][phase], 1e-9), 4)
+                for phase in PHASES
+            }
             way["loss_difference"] = abs(way["loss"] / plain["loss"] - 1)
     records = of_ranks[0]["records"]
     counts = {
@@ -262,7 +256,7 @@ def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for phase in PHASES
     }
-    bound_ms = round(plain["step_ms"] - sum(hideable.values()), 2)
+    bound_ms = round(plain["step_ms"] - sum(plain["exposed_ms"].values()), 2)
     return {"ways": ways, "bound_ms": bound_ms, "collectives": counts}
 
 
@@ -271,7 +265,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "ranks",
         "",
         "step, ms",
-        "/ bound",
+        "bound, ms",
         "exposed forward, ms",
         "exposed backward, ms",
         "hidden forward",
@@ -293,7 +287,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
             exposed, hidden = way["exposed_ms"], way["hidden"]
             peak = f"{way['peak_mb']:.1f}"
-            cells = [str(row["ranks"]), name, f"{way['step_ms']:.0f}", f"{way['step_ms'] / row['bound_ms']:.2f}"]
+            cells = [str(row["ranks"]), name, f"{way['step_ms']:.0f}", f"{row['bound_ms']:.0f}"]
             cells += [f"{exposed[phase]:.0f}" for phase in PHASES]
             cells += [f"{hidden[phase]:.2f}" for phase in PHASES] if name != "inductor" else ["", ""]
             lines.append(f"| {' | '.join([*cells, peak, done])} |")
