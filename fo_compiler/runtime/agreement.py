@@ -80,10 +80,8 @@ class Agreements:
     """Which graphs have been agreed on in which group: one a process, or one a rank of a local world."""
 
     def __init__(self) -> None:
-        self._groups: dict[
-            str, tuple[str, ...]
-        ] = {}  # key of a graph's records -> groups of its transfers, once all agreed
-        self.settled: set[str] = set()  # the keys of those without transfers: nothing is left to do before they run
+        self._groups: dict[str, tuple[str, ...]] = {}  # key of a graph -> groups of its transfers, once all agreed
+        self.settled: set[str] = set()  # keys of graphs without transfers: nothing is left to do before they run
         self._refused: dict[tuple[str, str], AgreementError] = {}  # group, decisions -> what came of it
         self._history: dict[str, list[Decisions]] = defaultdict(list)  # group -> graphs by number, from 1
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
