@@ -177,7 +177,9 @@ class SingleCollectives:
             self.graph.erase_node(wait)
             self.graph.erase_node(node)
             merged[node.name] = node.target._opname, kept.name
-            self._merge_blocks(kept_wait)
+        for kept in first.values():  # also where torch has merged collectives, but not what is done with them
+            for wait in kept.users:
+                self._merge_blocks(wait)
         return merged
 
     def _merge_blocks(self, source: Node) -> None:

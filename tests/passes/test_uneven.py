@@ -222,6 +222,22 @@ def test_gathers_that_a_rank_pads_twice_are_one_on_every_rank() -> None:
     assert len(first.region) == 2
 
 
+def test_a_gather_whose_padding_is_taken_off_twice_is_cut_for_both_readers() -> None:
+    """As torch 2.14 leaves it: one collective, and all that is done with it as often as it is read."""
+
+    def program(on: Rank) -> Callable[..., tuple[Tensor, ...]]:
+        def f(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
+            x = pad_end(x, 1, on.share - x.shape[1])
+            whole = c10d.wait_tensor(c10d.all_gather_into_tensor(x, on.ranks, "0"))
+            one, other = (torch.cat(torch.chunk(whole, on.ranks, 0), 1)[:, : on.size] for _ in range(2))
+            return one @ up, other @ up.sin()
+
+        return f
+
+    (record,), _ = run(program, 7, 3, 1)
+    assert len(record.region) == 2, record
+
+
 # --- what is left alone ------------------------------------------------------------------------------------------------
 
 
