@@ -117,6 +117,7 @@ def fresh_python(code: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.slow
 def test_the_backend_is_listed_without_importing_this_package() -> None:
     done = fresh_python(
         "import sys, torch; print('flashoverlap' in torch.compiler.list_backends(), 'fo_compiler' in sys.modules)"
@@ -388,6 +389,7 @@ def test_each_transfer_of_a_scatter_starts_before_the_matmul_that_hides_it(sched
     assert "_c10d_functional" not in code
 
 
+@pytest.mark.slow
 def test_the_slices_before_a_scatter_are_read_where_they_lie() -> None:
     _, code = compiled(scattered_matmul, {**ALWAYS, "schedule": "ring"})
     operands = re.findall(r"extern_kernels\.mm\((reinterpret_tensor\(arg0_1, \(4, 32\), \(32, 1\), \d+\)), ", code)

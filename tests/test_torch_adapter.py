@@ -165,6 +165,7 @@ def test_run_after_keeps_name_value_and_readers_of_the_node() -> None:
     assert first in ordered.all_input_nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["allow_tf32", "fp32_precision", "all backends", "set_float32_matmul_precision"])
 def test_tf32_is_known_by_whichever_setting_it_was_allowed(setting: str) -> None:
     """In a process of its own: torch does not like its settings mixed, and says so to whoever reads the older one."""

@@ -110,6 +110,7 @@ def test_a_check_gets_no_more_than_its_time_and_what_is_left_of_all(monkeypatch:
     assert reports == [1, 2, 3]  # what there is is kept, whatever comes next
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_the_process_of_a_check_leaves_its_result() -> None:
     result = gpu_check.run_apart("kernel_speed", 120)
@@ -117,6 +118,7 @@ def test_the_process_of_a_check_leaves_its_result() -> None:
     assert result["machine"]["gpus"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "reason"),
     [

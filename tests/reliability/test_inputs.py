@@ -202,6 +202,7 @@ def test_autocast_casts_as_without_us(fake_world: None) -> None:
     assert records
 
 
+@pytest.mark.slow
 def test_a_compiled_module_exports_as_the_module_that_it_compiles(fake_world: None) -> None:
     """torch.export looks through torch.compile; our backend is no part of what it exports."""
     compiled = compile_(Layer())
