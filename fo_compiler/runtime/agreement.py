@@ -81,7 +81,6 @@ class Agreements:
 
     def __init__(self) -> None:
         self._groups: dict[str, tuple[str, ...]] = {}  # key of a graph -> groups of its transfers, once all agreed
-        self.settled: set[str] = set()  # keys of graphs without transfers: nothing is left to do before they run
         self._refused: dict[tuple[str, str], AgreementError] = {}  # group, decisions -> what came of it
         self._history: dict[str, list[Decisions]] = defaultdict(list)  # group -> graphs by number, from 1
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -101,9 +100,11 @@ class Agreements:
                     self.agree(meetings, group_name, decisions(records))
             groups = tuple(name for name, records in by_group.items() if any(record.rewritten for record in records))
             self._groups[key] = groups
-            if not groups:
-                self.settled.add(key)
         return groups
+
+    def is_settled(self, payload: str) -> bool:
+        """Whether a graph without transfers has been agreed on: nothing is left to do before it runs."""
+        return self._groups.get(payload_key(payload)) == ()
 
     def agree(self, meetings: Meetings, group_name: str, mine: Decisions) -> None:
         """Compare decisions with the other ranks, unless they have been; raises AgreementError on all ranks."""

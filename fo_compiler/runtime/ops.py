@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from ..errors import TransferError
-from ..records import is_recording, payload_key, publish_payload
+from ..records import is_recording, publish_payload
 from . import streams
 from .failures import transfer_failure
 from .late_flags import check_late_flags
@@ -141,7 +141,7 @@ def _exchange_fake(send: Tensor, *_: object, shape: Sequence[int] | None = None,
 def _announce(anchor: Tensor, records: str) -> Tensor:
     check_late_flags()
     transport = current_transport()
-    if is_recording() or payload_key(records) not in transport.agreements.settled:
+    if is_recording() or not transport.agreements.is_settled(records):
         publish_payload(records)
         transport.begin(transport.agreements.before_run(transport, records))
     return _announce_fake(anchor, records)

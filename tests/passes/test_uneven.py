@@ -58,28 +58,18 @@ class Rank:
         return mine.narrow(dim, 0, self.rows) if self.rows < share else mine
 
 
-class Gather(torch.autograd.Function):
+class Moved(torch.autograd.Function):
+    """A tensor gathered or scattered, and its gradient the other way."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, on: Rank, dim: int) -> Tensor:
-        ctx.saved = on, dim
-        return on.gather(x, dim)
+    def forward(ctx: Any, x: Tensor, on: Rank, dim: int, gathers: bool) -> Tensor:
+        ctx.saved = on, dim, gathers
+        return (on.gather if gathers else on.scatter)(x, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        on, dim = ctx.saved
-        return on.scatter(grad, dim), None, None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, on: Rank, dim: int) -> Tensor:
-        ctx.saved = on, dim
-        return on.scatter(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        on, dim = ctx.saved
-        return on.gather(grad, dim), None, None
+        on, dim, gathers = ctx.saved
+        return (on.scatter if gathers else on.gather)(grad, dim), None, None, None
 
 
 def run(program: Program, size: int, ranks: int, dim: int, **options: Any) -> tuple[list[Record], list[fx.GraphModule]]:
@@ -114,7 +104,7 @@ def test_slices_of_uneven_shares_end_with_the_rows_there_are(size: int, ranks: i
 
 def block(on: Rank, dim: int) -> Callable[..., tuple[Tensor, ...]]:
     def f(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
-        return (Scatter.apply(torch.relu(Gather.apply(x, on, dim) @ up) @ down, on, dim),)
+        return (Moved.apply(torch.relu(Moved.apply(x, on, dim, True) @ up) @ down, on, dim, False),)
 
     return f
 
@@ -152,9 +142,9 @@ def step(on: Rank, dim: int, merged: bool) -> Callable[..., tuple[Tensor, ...]]:
     def f(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in (x, up, down)]
         x, up, down = leaves
-        rows = Gather.apply(x, on, dim)
-        gate = Gather.apply(x, on, dim) if merged else rows
-        out = Scatter.apply((torch.relu(rows @ up) * (gate @ up * 0.5)) @ down, on, dim)
+        rows = Moved.apply(x, on, dim, True)
+        gate = Moved.apply(x, on, dim, True) if merged else rows
+        out = Moved.apply((torch.relu(rows @ up) * (gate @ up * 0.5)) @ down, on, dim, False)
         return *torch.autograd.grad(out.square().sum(), leaves), out.detach(), rows.detach()
 
     return f
