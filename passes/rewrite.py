@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,8 +101,6 @@ class _ScheduleWriter(SliceWriter):
         return self._part(site.shard, site.peer_dim, Slices(site.ranks), self.schedule.destination(slice_), slice_)
 
     def _own_part(self, block: Node, part: int, slice_: int) -> Node:
-        if self.site.share is None:
-            return self._part(block, self.site.dim, replace(self.units, ranks=1), part, slice_)
         first = self._unit(0)[0]
         start, stop = self._unit(part)
         return self._rows(block, (as_size(start - first), as_size(stop - first)), slice_)
