@@ -12,6 +12,8 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 from fo_compiler.schedule import COLLECTIVES, Kind, Post, Schedule, build
@@ -169,8 +171,8 @@ def slices_table() -> Table:
         machine = PRESETS[name]
         for ranks in (4, 8):
 
-            def compute(m: int, machine: Machine = machine, ranks: int = ranks) -> float:
-                return machine.matmul_us(8192 // ranks // m, 8192, 8192 // ranks)
+            def compute(m: int | Fraction, machine: Machine = machine, ranks: int = ranks) -> float:
+                return machine.matmul_us(ceil(8192 // ranks / m), 8192, 8192 // ranks)
 
             times = []
             for m in (1, 2, 4, 8):

@@ -9,12 +9,13 @@ from typing import Any
 
 from .errors import OptionError
 from .schedule import FAMILY_NAMES
+from .schedule.taper import TAPERED
 
 LIBRARY = "library"  # its own collective, on slices: of all-reduces
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rewrite": ("auto", "always", "never"),
-    "schedule": ("auto", *FAMILY_NAMES, LIBRARY),
+    "schedule": ("auto", *FAMILY_NAMES, TAPERED, LIBRARY),
     "transport": ("auto", "c10d", "copy_engine"),
     "slice_matmul": ("auto", "library", "triton", "whole"),
     "agreement": ("error", "plain", "off"),
@@ -33,10 +34,12 @@ class Options:
     """`auto`: where it is predicted to pay; `always`: every legal region (for tests and inspection); `never`."""
 
     schedule: str = "auto"
-    """Schedule family of every region: `auto`, `ring` or `direct`."""
+    """Schedule family of every region that has it: `auto`, `ring`, `bidirectional`, `direct`, `tapered` (pieces that shrink), or
+    `library` (its own collective, slice by slice; of all-reduces)."""
 
     slices_per_rank: int | None = None
-    """Slices that each rank's shard is cut into, at most; None: chosen by the scheduler."""
+    """Slices that each rank's shard is cut into, at most (in a tapered schedule: those of which pieces are made); None: chosen by
+    the scheduler."""
 
     depth: int | None = None
     """Matmuls (attention counts as one) that a region may hold one behind the other; None: what saves most time."""

@@ -24,6 +24,8 @@ from ..schedule.choose import Choice, choose, slices_to_try
 from ..schedule.choose import Region as RegionNumbers
 from ..schedule.machine import Machine
 from ..schedule.presets import default_machine, find_machine
+from ..schedule.taper import TAPERED, TAPERED_DIRECT, UNITS
+from ..schedule.transform import OWN_ALONE
 from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
 from .regions import NoMatmul, Region, most_slices, plan_chain, plan_region, rank_share, slices_of, ways_of
@@ -152,21 +154,18 @@ def _decide_planned(plan: Callable[[int], Region], options: Options, kind: Kind)
     wanted = slices_to_try(cut.kind) if options.slices_per_rank is None else (region.slices_per_rank,)
     most = most_slices(cut, LONG_ROWS if options.slices_per_rank is None else 2)
     numbers = tuple(m for m in wanted if m <= most or slices_of(cut, m).are_rows)
+    units = _units(cut, options, most)
     try:
-        choice = _predict(region, options, numbers)
+        choice = _predict(region, options, numbers, units)
         while choice.schedule is not None and choice.schedule.slices_per_rank != region.slices_per_rank:
             chosen = choice.schedule.slices_per_rank
             region = plan(chosen)
             if region.slices_per_rank != chosen:  # some view, or kernel, only takes coarser slices, or equal ones
                 equal = (m for m in numbers if m < chosen and slices_of(cut, m).are_rows)
                 numbers = tuple(sorted({region.slices_per_rank, *equal}))
-                choice = _predict(region, options, numbers)
+                choice = _predict(region, options, numbers, None)
     except MachineError as error:
-        schedule = (
-            None
-            if options.rewrite == "auto"
-            else build(kind, families(cut, options, region.scatter)[0], cut.ranks, fewest)
-        )
+        schedule = None if options.rewrite == "auto" else _unpredicted(cut, options, region.scatter)
         return Decision(plan(fewest), schedule, f"no prediction: {error}")
     reason = choice.reason
     if cut.share is not None:
@@ -191,20 +190,43 @@ def _check_sizes(region: Region) -> None:
         raise NotSeparable(str(error)) from error
 
 
-def families(site: Site, options: Options, scatter: Site | None = None) -> tuple[str, ...]:
-    """The schedule families that are allowed for a site; `scatter` is the other end of a chain, where sums travel."""
-    if options.schedule in FAMILIES[site.kind]:  # an all-to-all has no ring
+def families(site: Site, options: Options, scatter: Site | None = None) -> tuple[str, ...] | None:
+    """The schedule families that are allowed for a site, None: all; `scatter` is the other end of a chain, where sums travel."""
+    if options.schedule in FAMILIES[site.kind]:
         return (options.schedule,)
-    if site.kind.reduces and tensor_of((scatter or site).value).dtype in SIXTEEN_BIT:
-        # All partial sums meet in float32 and are rounded once; every other family rounds at each hop.
-        return ("direct",)
-    return tuple(FAMILIES[site.kind])
+    # All partial sums meet in float32 and are rounded once; every family that passes them on rounds at each hop.
+    meet = site.kind.reduces and tensor_of((scatter or site).value).dtype in SIXTEEN_BIT
+    if options.schedule == TAPERED and site.kind in OWN_ALONE:
+        return (TAPERED_DIRECT if meet else TAPERED,)
+    return ("direct", TAPERED_DIRECT) if meet else None
 
 
-def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...]) -> Choice:
+def _unpredicted(site: Site, options: Options, scatter: Site | None) -> Schedule:
+    """What is used where nothing is known about times, in as few slices as there can be."""
+    allowed = _equal(families(site, options, scatter)) or tuple(FAMILIES[site.kind])
+    return build(site.kind, allowed[0], site.ranks, site.kind.fewest_slices)
+
+
+def _equal(allowed: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The families with slices of equal size in the place of those with pieces of any."""
+    return allowed and tuple(dict.fromkeys({TAPERED: "ring", TAPERED_DIRECT: "direct"}.get(f, f) for f in allowed))
+
+
+def _units(site: Site, options: Options, most: int) -> int | None:
+    """In how many slices a block is cut whose pieces may be of any size: rows where they can be; None where there are too few."""
+    if options.schedule != TAPERED and (options.schedule != "auto" or options.slices_per_rank is not None):
+        return None
+    most = min(options.slices_per_rank or UNITS, most)
+    rows = (units for units in range(most, most // 2, -1) if slices_of(site, units).are_rows)
+    return next(rows, most) if most > 1 else None
+
+
+def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...], units: int | None) -> Choice:
     site = region.site
     value = tensor_of(site.value)
     machine = machine_of(options, value.device.type)
+    in_pieces = cut_in_pieces(region, options)
+    units = units if in_pieces else None
     allowed = families(site, options, region.scatter)
     return _choose(
         site.kind,
@@ -213,11 +235,13 @@ def _predict(region: Region, options: Options, slices_per_rank: tuple[int, ...])
         rank_share(site),
         products_of(region),
         slice_bytes_of(region),
-        None if options.schedule == "auto" and len(allowed) > 1 else allowed,
+        allowed if units is not None else _equal(allowed),
         slices_per_rank,
         _finish_us(region, machine),
         options.margin,
         None if options.max_buffer_mb is None else options.max_buffer_mb * 1e6,
+        in_pieces,
+        units,
     )
 
 
@@ -234,6 +258,8 @@ def _choose(
     finish_us: float,
     margin: float,
     max_buffer_bytes: float | None,
+    in_pieces: bool,
+    units: int | None,
 ) -> Choice:
     return choose(
         kind,
@@ -244,7 +270,18 @@ def _choose(
         slices_per_rank=slices_per_rank,
         margin=margin,
         max_buffer_bytes=max_buffer_bytes,
+        in_pieces=in_pieces,
+        units=units,
     )
+
+
+def cut_in_pieces(region: Region, options: Options) -> bool:
+    """Whether neighbouring slices of a region may be computed in one piece.
+
+    A tensor that is read as [outer, rows] is joined without a copy only where all slices are equal; and the kernel of a whole
+    region tells them apart.
+    """
+    return options.slice_matmul != "whole" and all(cut.outer == 1 for cut in region.cuts.values())
 
 
 def numbers_of(

@@ -290,8 +290,7 @@ class _Rewriter:
         self.transports.update({tag: way for (tag, *_), (way, _) in zip(named, ways, strict=True)})
         for tag, region, schedule in reversed(named):  # the gather half reads what the scatter half makes
             _verify_once(schedule)
-            join_own = self.options.slice_matmul != "whole"  # whose kernel tells the slices apart
-            rewrite_region(self.graph, region, schedule, tag, self.which, join_own)
+            rewrite_region(self.graph, region, schedule, tag, self.which)
         for (tag, region, schedule), (way, _) in zip(named, ways, strict=True):
             self._use_one_kernel(tag, region, schedule, way, collectives)
         return None

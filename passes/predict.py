@@ -37,6 +37,6 @@ def _simulated(region: Region, schedule: Schedule, machine: Machine, spans: bool
     site, m = region.site, schedule.slices_per_rank
     try:
         numbers = numbers_of(machine, rank_share(site), products_of(region), slice_bytes_of(region))
-        return simulate(schedule, machine, numbers.cost(site.kind, machine, m), spans=spans)
+        return simulate(schedule, machine, numbers.cost(site.kind, machine, m, in_pieces=True), spans=spans)
     except MachineError:  # the machine has no such matmul, or another number of ranks
         return None

@@ -2,79 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
 from ..runtime import ops
 from ..schedule import Add, Compute, Kind, Post, Schedule, Store, Stream, Wait
-from ..schedule.transform import own_together
 from .regions import Region
 from .rules import aten
-from .separability import SIXTEEN_BIT, Cut, Slices, Spans, bounds, local_shape, shape_of, tensor_of, tensor_operands
+from .separability import SIXTEEN_BIT, Cut, Slices, Spans, bounds, shape_of, tensor_of, tensor_operands
 from .sites import Site
 from .sizes import Size, as_size
 from .slice_writer import SliceWriter, replace_region
 from .uneven import end_padding
 
 
-def rewrite_region(
-    graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, join_own: bool = True
-) -> None:
+def rewrite_region(graph: Graph, region: Region, schedule: Schedule, tag: str, which: str) -> None:
     """Replace `region` by the program of this rank. The graph is valid before and after; nodes keep their values.
 
     Errors and profiles name its steps by `tag`, which is the region's, and by `which` graph it is (forward, backward, inference).
-    With `join_own` a rank's own slices are computed in one piece, where nothing waits for a part of them.
     """
-    replace_region(graph, region, lambda after: _ScheduleWriter(graph, region, schedule, tag, which, after, join_own))
+    replace_region(graph, region, lambda after: _ScheduleWriter(graph, region, schedule, tag, which, after))
+
+
+Pieces: TypeAlias = dict[tuple[int, int], Node]  # by first slice and number of slices
 
 
 class _ScheduleWriter(SliceWriter):
     """Turns the actions of one rank into nodes."""
 
-    def __init__(
-        self, graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, after: Node, join_own: bool
-    ) -> None:
+    def __init__(self, graph: Graph, region: Region, schedule: Schedule, tag: str, which: str, after: Node) -> None:
         super().__init__(graph, region, tag, which, after)
         self.schedule = schedule
         self.summed = region.scatter or region.site  # where sums travel: the collective that makes them
-        self.held: dict[int, Node] = {}  # slices at hand, where they travel unchanged
-        self.sums: dict[int, Node] = {}  # scatter and reduce: running sums
+        self.held: Pieces = {}  # at hand, where slices travel unchanged
+        self.sums: Pieces = {}  # scatter and reduce: running sums
         self.transfers: dict[int, tuple[Node, Node, Post]] = {}  # step -> receive buffer, what was sent, its post
         self.received: dict[int, Node] = {}  # step -> awaited partial, or finished, sum
         self.actions = schedule.program(self.site.rank)
-        self.own: tuple[int, ...] = ()  # slices of this rank that are computed in one piece
-        self.units = self.slices  # as they travel
-        together = own_together(schedule, self.site.rank) if join_own else None
-        # A tensor that is read as [outer, rows] is joined without a copy only where all slices are equal.
-        if together is not None and all(cut.outer == 1 for cut in region.cuts.values()):
-            self.actions, self.own = together
-            first = self._index(self.own[0])
-            ends = (*range(1, first + 1), *range(first + len(self.own), self.units.count + 1))
+        self.units = self.slices  # of which a piece that is computed may have several
+        computed = [(self._index(a.slice), a.count) for a in self.actions if isinstance(a, Compute)]
+        inner = {index + i for index, count in computed for i in range(1, count)}
+        if inner:
+            ends = tuple(end for end in range(1, self.units.count + 1) if end not in inner)
             self.slices = Spans(**vars(self.units), ends=ends)
 
     # --- the program ------------------------------------------------------------------------------------------------
 
     def program(self) -> None:
         if self.region.is_gather:
-            self._own_slices()
+            self._own_pieces()
         for action in self.actions:
             match action:
-                case Compute(slice_):
-                    if slice_ not in self.own:
-                        self._compute(slice_)
-                    elif slice_ == self.own[0]:
-                        self._compute_own()
+                case Compute():
+                    self._compute(action.slice, action.count)
                     self.step += 1
                 case Post():
                     self._post(action)
                 case Wait(step):
                     self._wait(step)
-                case Add(slice_, step):
-                    self._accumulate(slice_, self.received.pop(step))
-                case Store(slice_, step):
-                    self.sums[slice_] = self.received.pop(step)
+                case Add():
+                    self._accumulate(action.slice, action.count, self.received.pop(action.step))
+                case Store():
+                    self.sums[action.slice, action.count] = self.received.pop(action.step)
 
     def results(self) -> dict[Node, Node]:
         kind = self.site.kind
@@ -84,43 +76,41 @@ class _ScheduleWriter(SliceWriter):
             return self._gathered_results()
         return {} if self.region.is_gather else {self.site.wait: self._exchanged_result()}
 
-    def _own_slices(self) -> None:
-        """What this rank has at the start: its shard, in parts; in an all-to-all a block for each peer, in parts."""
-        site, m = self.site, self.region.slices_per_rank
-        for slice_ in self.schedule.owned_by(site.rank):
-            self.held[slice_] = self._own_part(self._own_block(slice_), slice_ % m, slice_)
+    def _own_pieces(self) -> None:
+        """What this rank has at the start: its shard, in pieces; in an all-to-all a block for each peer, in pieces."""
+        rank = self.site.rank
+        ends = [a.send if isinstance(a, Post) else a for a in self.actions if isinstance(a, (Post, Compute))]
+        own = {(e.slice, e.count) for e in ends if e is not None and self.schedule.owner(e.slice) == rank}
+        for slice_, count in sorted(own):
+            block = self._own_block(slice_)
+            first = slice_ - slice_ % self.region.slices_per_rank
+            self.held[slice_, count] = self._rows(self.site, block, first, (slice_, count))
 
     def _own_block(self, slice_: int) -> Node:
         """What this rank has at the start for one peer in an all-to-all; its shard, in any other kind."""
-        site = self.site
+        site, m = self.site, self.region.slices_per_rank
         if site.share is not None:
-            first, last = (self._unit(part)[end] for part, end in ((0, 0), (self.units.per_rank - 1, 1)))
-            return self._rows(site.shard, (0, as_size(last - first)), slice_)
+            first, last = self._span(site, site.rank * m, m)
+            return self._part(site.shard, site.dim, (0, as_size(last - first)), slice_)
         if not site.kind.is_all_to_all:
             return site.shard
-        return self._part(site.shard, site.peer_dim, Slices(site.ranks), self.schedule.destination(slice_), slice_)
+        where = bounds(shape_of(site.shard), Cut(site.peer_dim), Slices(site.ranks), self.schedule.destination(slice_))
+        return self._part(site.shard, site.peer_dim, where, slice_)
 
-    def _own_part(self, block: Node, part: int, slice_: int) -> Node:
-        first = self._unit(0)[0]
-        start, stop = self._unit(part)
-        return self._rows(block, (as_size(start - first), as_size(stop - first)), slice_)
+    def _span(self, site: Site, slice_: int, count: int) -> tuple[Size, Size]:
+        """Where a piece lies in what the collective gives, or takes."""
+        index, shape, cut = self._index(slice_), shape_of(site.value), Cut(site.dim)
+        return bounds(shape, cut, self.units, index)[0], bounds(shape, cut, self.units, index + count - 1)[1]
 
-    def _unit(self, part: int) -> tuple[Size, Size]:
-        """Where a part of this rank's share lies in the whole."""
-        site = self.site
-        return bounds(shape_of(site.value), Cut(site.dim), self.units, site.rank * self.units.per_rank + part)
+    def _rows(self, site: Site, node: Node, first: int, piece: tuple[int, int]) -> Node:
+        """A piece (first slice, number) of a tensor of which `first` is the first slice."""
+        offset = self._span(site, first, 1)[0]
+        start, stop = self._span(site, *piece)
+        return self._part(node, site.dim, (as_size(start - offset), as_size(stop - offset)), piece[0])
 
-    def _rows(self, node: Node, where: tuple[Size, Size], slice_: int) -> Node:
-        dim = self.site.dim
+    def _part(self, node: Node, dim: int, where: tuple[Size, Size], slice_: int) -> Node:
         if where == (0, shape_of(node)[dim]):
             return node
-        return self.emit("own", aten.slice.Tensor, (node, dim, *where), slice_)
-
-    def _part(self, node: Node, dim: int, parts: Slices, index: int, slice_: int) -> Node:
-        """One of the `parts` of a tensor."""
-        if parts.count == 1:
-            return node
-        where = bounds(shape_of(node), Cut(dim), parts, index)
         return self.emit("own", aten.slice.Tensor, (node, dim, *where), slice_)
 
     def _index(self, slice_: int) -> int:
@@ -136,40 +126,31 @@ class _ScheduleWriter(SliceWriter):
             case _:
                 return slice_
 
-    def _compute_own(self) -> None:
-        """The own slices in one piece; of its result each travels, or is added to, by itself."""
-        first = self.own[0]
-        local = self.compute(self._index(first), self._own_block(first) if self.region.is_gather else None)
-        if self.region.is_gather:
-            return
-        for part, slice_ in enumerate(self.own):
-            piece = self._own_part(local[self.site.value], part, slice_)
-            if self.site.kind.reduces:
-                self._accumulate(slice_, piece)
-            else:
-                self.held[slice_] = piece
-
-    def _compute(self, slice_: int) -> None:
+    def _compute(self, slice_: int, count: int) -> None:
         gathers = self.region.is_gather
-        local = self.compute(self._index(slice_), self.held[slice_] if gathers else None)
+        local = self.compute(self._index(slice_), self.held[slice_, count] if gathers else None)
         if self.site.kind.reduces:
-            self._accumulate(slice_, local[self.summed.value])
+            self._accumulate(slice_, count, local[self.summed.value])
         elif not gathers:
-            self.held[slice_] = local[self.site.value]
+            self.held[slice_, count] = local[self.site.value]
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
     def _post(self, post: Post) -> None:
         carries_sums = self.schedule.carries_sums(post)
         site, held = (self.summed, self.sums) if carries_sums else (self.site, self.held)
-        slice_ = post.send.slice if post.send else post.recv.slice if post.recv else 0
+        end = post.send or post.recv
+        assert end is not None
+        slice_ = end.slice
         if post.send is not None:
-            sent = self.as_dtype(held[post.send.slice], tensor_of(site.value).dtype, slice_)
+            sent = self.as_dtype(self._taken(site, held, slice_, end.count), tensor_of(site.value).dtype, slice_)
         else:
-            sent = self._slice_like(site, held, slice_)  # nothing is sent: it only says what is received looks like
+            sent = self._like(
+                site, held, slice_, end.count
+            )  # nothing is sent: it only says what is received looks like
         kwargs: dict[str, Any] = {}
         if post.send is not None and post.recv is not None:
-            outgoing, incoming = (self._travelling_shape(site, each.slice) for each in (post.send, post.recv))
+            outgoing, incoming = (self._travelling_shape(site, e.slice, e.count) for e in (post.send, post.recv))
             kwargs = {} if outgoing == incoming else {"shape": incoming}
         dst = post.send.peer if post.send else -1
         src = post.recv.peer if post.recv else -1
@@ -189,15 +170,28 @@ class _ScheduleWriter(SliceWriter):
         )
         self.transfers[post.step] = (buffer, sent, post)
 
-    def _travelling_shape(self, site: Site, slice_: int) -> list[Size]:
-        return local_shape(shape_of(site.value), Cut(site.dim), self.units, self._index(slice_))
+    def _travelling_shape(self, site: Site, slice_: int, count: int) -> list[Size]:
+        start, stop = self._span(site, slice_, count)
+        return [as_size(stop - start) if dim == site.dim else size for dim, size in enumerate(shape_of(site.value))]
 
-    def _slice_like(self, site: Site, held: dict[int, Node], slice_: int) -> Node:
-        """A tensor like a slice as it travels: one at hand, or an empty one before the first is computed."""
+    def _taken(self, site: Site, held: Pieces, slice_: int, count: int) -> Node:
+        """A piece of what is at hand, which may be in other pieces."""
+        if (slice_, count) in held:
+            return held[slice_, count]
+        parts, at, stop = [], slice_, slice_ + count
+        while at < stop:
+            first, size = next((first, size) for first, size in held if first <= at < first + size)
+            end = min(first + size, stop)
+            parts.append(self._rows(site, held[first, size], first, (at, end - at)))
+            at = end
+        return parts[0] if len(parts) == 1 else self.emit("joined", aten.cat.default, (parts, site.dim), slice_)
+
+    def _like(self, site: Site, held: Pieces, slice_: int, count: int) -> Node:
+        """A tensor like a piece as it travels: one at hand, or an empty one before the first is computed."""
         value = tensor_of(site.value)
-        shape = self._travelling_shape(site, slice_)
+        shape = self._travelling_shape(site, slice_, count)
         for other, node in held.items():
-            if tensor_of(node).dtype == value.dtype and self._travelling_shape(site, other) == shape:
+            if tensor_of(node).dtype == value.dtype and self._travelling_shape(site, *other) == shape:
                 return node
         members = {*self.region.members}
         source = next(o for node in self.region.members for o in tensor_operands(node) if o not in members)
@@ -213,27 +207,36 @@ class _ScheduleWriter(SliceWriter):
         if self.schedule.carries_sums(post):
             self.received[step] = data
         else:
-            self.held[post.recv.slice] = data
+            self.held[post.recv.slice, post.recv.count] = data
 
     # --- sums and results -------------------------------------------------------------------------------------------
 
-    def _accumulate(self, slice_: int, value: Node) -> None:
-        """Add to a running sum; 16-bit sums are held in float32 until they are sent or done."""
-        if slice_ not in self.sums:
-            self.sums[slice_] = value
-            return
+    def _accumulate(self, slice_: int, count: int, value: Node) -> None:
+        """Add to the running sums, which may be in other pieces; 16-bit sums are held in float32 until they are sent or done."""
+        met = [(first, size) for first, size in self.sums if first < slice_ + count and slice_ < first + size]
+        old = {piece: self.sums.pop(piece) for piece in met}
+        ends = sorted({slice_, slice_ + count, *(end for first, size in met for end in (first, first + size))})
+        for at, stop in pairwise(ends):
+            piece = (at, stop - at)
+            terms = [
+                self._rows(self.summed, node, first, piece)
+                for (first, size), node in (*old.items(), ((slice_, count), value))
+                if first <= at < first + size
+            ]
+            self.sums[piece] = terms[0] if len(terms) == 1 else self._sum(terms, at)
+
+    def _sum(self, terms: list[Node], slice_: int) -> Node:
         dtype = tensor_of(self.summed.value).dtype
         wide = torch.float32 if dtype in SIXTEEN_BIT else dtype
-        terms = tuple(self.as_dtype(term, wide, slice_) for term in (self.sums[slice_], value))
-        self.sums[slice_] = self.emit("add", aten.add.Tensor, terms, slice_)
+        return self.emit("add", aten.add.Tensor, tuple(self.as_dtype(term, wide, slice_) for term in terms), slice_)
 
     def _summed_result(self) -> Node:
         """This rank's part of the sum, or all of it."""
         site = self.summed
         parts = []
         everything = site.kind is Kind.ALL_REDUCE
-        for slice_ in range(self.region.slices) if everything else self.schedule.owned_by(site.rank):
-            total = self.sums[slice_]
+        slices = range(self.region.slices) if everything else self.schedule.owned_by(site.rank)
+        for slice_, total in _within(self.sums, slices):
             if site.averages:
                 total = self.emit("mean", aten.div.Tensor, (total, site.ranks), slice_)
             parts.append(self.as_dtype(total, tensor_of(site.value).dtype, slice_))
@@ -250,8 +253,10 @@ class _ScheduleWriter(SliceWriter):
         blocks = []
         for source in range(site.ranks):
             first = (source * site.ranks + site.rank) * m
-            parts = [self.held[first + part] for part in range(m)]
-            blocks.append(parts[0] if m == 1 else self.emit("block", aten.cat.default, (parts, site.dim), None))
+            parts = [node for _, node in _within(self.held, range(first, first + m))]
+            blocks.append(
+                parts[0] if len(parts) == 1 else self.emit("block", aten.cat.default, (parts, site.dim), None)
+            )
         joined = self.emit("result", aten.cat.default, (blocks, site.peer_dim), None)
         return self.with_strides_of(site.wait, joined)
 
@@ -259,9 +264,14 @@ class _ScheduleWriter(SliceWriter):
         """The results of all ranks side by side, and the blocks of single ranks that others read."""
         site, m = self.site, self.region.slices_per_rank
         whole, dim = site.gathered
-        slices = [self.held[slice_] for slice_ in range(self.schedule.slices)]
+        slices = [node for _, node in _within(self.held, range(self.schedule.slices))]
         # What lies side by side in the result is joined first: where slices are rows, so are the tensors that are joined last.
         if site.dim != dim:
             slices = [self.emit("rows", aten.cat.default, (slices[part::m], dim), None) for part in range(m)]
         joined = self.with_strides_of(whole, self.emit("result", aten.cat.default, (slices, site.dim), None))
         return {whole: joined, **self.blocks(joined)}
+
+
+def _within(pieces: Pieces, slices: range) -> list[tuple[int, Node]]:
+    """Those that make up some neighbouring slices, in their order, each with its first one."""
+    return sorted(((first, node) for (first, _), node in pieces.items() if first in slices), key=lambda piece: piece[0])

@@ -23,6 +23,7 @@ from ..schedule.matmul import DTYPE_BYTES, dtype_name
 from ..schedule.picture import bars, chrome_trace, svg
 from ..schedule.presets import find_machine
 from ..schedule.simulate import simulate
+from ..schedule.taper import TAPERED, UNITS
 from ..schedule.timeline import text_timeline
 
 DRAWN_SLICES = 10_000  # of all ranks together: to draw more takes seconds
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     kind = Kind(args.kind)
-    machine, region, allowed = _inputs(args, kind)
+    machine, region, allowed, units = _inputs(args, kind)
     try:
         choice = choose(
             kind, machine, args.ranks, region,
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
             margin=args.margin,
             max_buffer_bytes=None if args.max_buffer_mb is None else args.max_buffer_mb * 1e6,
             chunks=args.chunks,
+            in_pieces=True,
+            units=units,
         )  # fmt: skip
     except ValueError as error:
         if isinstance(error, MachineError):
@@ -90,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
         schedule = choice.schedule
         if schedule is None:
             raise OptionError(f"nothing to draw: {choice.reason}")
-        simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
+        simulation = simulate(
+            schedule, machine, region.cost(kind, machine, schedule.slices_per_rank, in_pieces=True), spans=True
+        )
         if args.trace:
             args.trace.write_text(json.dumps(chrome_trace(schedule, simulation)))
         if args.svg:
@@ -98,11 +103,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tuple[int, ...]]:
-    """The machine, the region in numbers, and the numbers of slices that it has rows for."""
+def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tuple[int, ...], int | None]:
+    """The machine, the region in numbers, the numbers of slices that it has rows for, and in how many tapered blocks are cut."""
     by_time = args.compute_ms is not None or args.transfer_ms is not None
     by_shape = any(value is not None for value in (args.m, args.k, args.n, args.machine))
     asked = tuple(args.slices_per_rank or slices_to_try(kind))
+    units = None if args.slices_per_rank and args.schedule != TAPERED else max(args.slices_per_rank or (UNITS,))
     if by_time == by_shape:
         raise OptionError("expected either --m, --k, --n and --machine, or --compute-ms and --transfer-ms")
     if by_time:
@@ -110,7 +116,7 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
             raise OptionError("expected both --compute-ms and --transfer-ms")
         # A link of 1 GB/s takes as many microseconds as the slice has thousands of bytes.
         region = Region(lambda m: args.compute_ms * 1e3 / m, args.transfer_ms * 1e6, add_us=lambda m: 0.0)
-        return simple_machine(bandwidth_GBps=1.0), region, asked
+        return simple_machine(bandwidth_GBps=1.0), region, asked, units
     missing = [name for name in ("m", "k", "n", "machine") if getattr(args, name) is None]
     if missing:
         raise OptionError(f"a region by shape also needs {', '.join('--' + name for name in missing)}")
@@ -129,7 +135,7 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
         rows * columns * DTYPE_BYTES[dtype],
         whole_compute_us=machine.matmul_us(args.m, args.k, args.n, dtype),
     )
-    return machine, region, allowed
+    return machine, region, allowed, units and min(units, rows)
 
 
 def _figures(choice: Choice) -> dict[str, object]:
@@ -165,7 +171,9 @@ def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region
     schedule = best.schedule
     lines += [*_formula(kind, machine, schedule, region), ""]
     if schedule.ranks * len(schedule.computed_by(0)) <= DRAWN_SLICES:
-        simulation = simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank), spans=True)
+        simulation = simulate(
+            schedule, machine, region.cost(kind, machine, schedule.slices_per_rank, in_pieces=True), spans=True
+        )
         lines.append(f"time of each rank, 0 to {simulation.makespan_us / 1e3:.4g} ms:")
         lines.append(bars(simulation, ranks=DRAWN_RANKS))
     lines += [text_timeline(schedule, rank) for rank in _drawn(args, schedule)]

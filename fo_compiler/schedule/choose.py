@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
 from .bound import Bound, Certificate, lower_bound
@@ -26,6 +27,8 @@ from .machine import Machine
 from .memory import buffer_slices
 from .search import SEARCHED, is_irregular, search
 from .simulate import RegionCost, simulate
+from .taper import TAPERED, TAPERS, tapered
+from .transform import OWN_ALONE, own_together
 
 DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
@@ -45,7 +48,8 @@ def slices_to_try(kind: Kind) -> tuple[int, ...]:
 class Region:
     """What a region costs, in numbers.
 
-    - `compute_us(m)`: time of the body on one slice when every rank's share is cut in `m` (kernel launches included)
+    - `compute_us(m)`: time of the body on one slice when every rank's share is cut in `m` (kernel launches included); on a piece
+      of several slices `m` is a fraction
     - `slice_bytes`: bytes of one rank's slice at m = 1: the shard of a gather, the scattered part of a reduce-scatter,
       1 / N of an all-reduce, one block of an all-to-all, the larger of the two of a chain
     - `whole_compute_us`: time of the uncut body; None = N slices at m = 1 (one where a rank computes its own alone)
@@ -53,24 +57,38 @@ class Region:
     - `finish_us`: time after the last slice, to put the result together, that the plain collective does not take
     """
 
-    compute_us: Callable[[int], float]
+    compute_us: Callable[[int | Fraction], float]
     slice_bytes: float
     whole_compute_us: float | None = None
-    add_us: Callable[[int], float] | None = None
+    add_us: Callable[[int | Fraction], float] | None = None
     finish_us: float = 0.0
 
-    def cost(self, kind: Kind, machine: Machine, m: int) -> RegionCost:
+    def cost(self, kind: Kind, machine: Machine, m: int, *, in_pieces: bool = False) -> RegionCost:
+        """Of a slice; with `in_pieces` also of several neighbouring ones that are computed, or added, in one piece."""
         size_bytes = self.slice_bytes / m
-        add_us = 0.0
-        if kind.reduces:
-            add_us = self.add_us(m) if self.add_us is not None else machine.add_us(size_bytes)
-        return RegionCost(self.compute_us(m), size_bytes, add_us)
+        pieces = [Fraction(m, count) for count in range(1, m + 1)] if in_pieces else []
+        adds = kind.reduces
+        return RegionCost(
+            float(self.compute_us(m)),
+            size_bytes,
+            self._add_us(machine, m) if adds else 0.0,
+            tuple(float(self.compute_us(share)) for share in pieces),
+            tuple(self._add_us(machine, share) for share in pieces) if adds else (),
+        )
+
+    def _add_us(self, machine: Machine, m: int | Fraction) -> float:
+        return float(self.add_us(m)) if self.add_us is not None else machine.add_us(self.slice_bytes / float(m))
 
     def whole_us(self, kind: Kind, ranks: int) -> float:
         return self.whole_compute_us if self.whole_compute_us is not None else kind.blocks(ranks) * self.compute_us(1)
 
-    def bound(self, kind: Kind, machine: Machine, ranks: int, m: int) -> Bound:
-        bound = lower_bound(kind, machine, ranks, m, self.cost(kind, machine, m))
+    def bound(
+        self, kind: Kind, machine: Machine, ranks: int, m: int, cost: RegionCost, *, merged: bool = False
+    ) -> Bound:
+        """What no schedule of `m` slices is below; with `merged`, of as many or fewer messages, down to one for each block."""
+        if merged:
+            machine = replace(machine, post_us=machine.post_us / m, gap_us=machine.gap_us / m)
+        bound = lower_bound(kind, machine, ranks, m, cost.least())
         return replace(bound, us=bound.us + self.finish_us)
 
 
@@ -142,6 +160,7 @@ def _collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float)
     return min(
         simulate(_schedule(kind, family, machine, ranks, 1, cost), machine, cost).makespan_us
         for family in families_for(kind, machine, ranks)
+        if family not in TAPERS
     )
 
 
@@ -167,12 +186,14 @@ def families_for(kind: Kind, machine: Machine, ranks: int) -> tuple[str, ...]:
         return ()  # every slice has N - 1 messages: they take seconds to simulate, and most of the time of a small slice
     if is_irregular(machine):
         return (*FAMILIES[kind], SEARCHED) if ranks <= LARGE_GROUP or not kind.is_all_to_all else ("direct", SEARCHED)
+    # In huge groups the compute of one block is little beside all of it: nothing is to be won at the end.
+    tapers = (TAPERED,) if ranks <= HUGE_GROUP else ()
     if kind.is_all_to_all:  # to relay slices only pays where links differ
-        return (TWO_LEVEL, "direct") if ranks_per_node(machine, ranks) else ("direct",)
+        return (TWO_LEVEL, "direct") if ranks_per_node(machine, ranks) else ("direct", *tapers)
     if ranks_per_node(machine, ranks) is None:
         # The last part of a direct all-reduce has N - 1 transfers at once on each port: slow to simulate, hardly faster.
         huge = kind is Kind.ALL_REDUCE and ranks > HUGE_GROUP
-        return tuple(family for family in FAMILIES[kind] if not (huge and family == "direct"))
+        return tuple(family for family in FAMILIES[kind] if not (huge and family == "direct")) + tapers
     # The others know nothing of nodes: in large groups they are far behind, and dear to simulate.
     return (TWO_LEVEL, *FAMILIES[kind]) if ranks <= LARGE_GROUP else (TWO_LEVEL,)
 
@@ -193,12 +214,16 @@ def choose(
     margin: float = DEFAULT_MARGIN,
     max_buffer_bytes: float | None = None,
     chunks: int = DEFAULT_CHUNKS,
+    in_pieces: bool = False,
+    units: int | None = None,
 ) -> Choice:
     """Choose among `families` x `slices_per_rank` and leaving the region alone.
 
     `families=None` means every family of the kind; a caller that forces a schedule passes one family and one number, and may
     use `choice.schedule` whatever `choice.rewrite` says. Only numbers of slices that the region
-    has rows for may be passed; slices that differ by a row are taken to be equal, of the longest.
+    has rows for may be passed; slices that differ by a row are taken to be equal, of the longest. With `in_pieces` neighbouring
+    slices may be computed, and travel, together: a rank's own ones are, and where there are `units`, blocks of so many slices
+    are cut in pieces that shrink (families `TAPERS`, `taper.py`).
 
     Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
     """
@@ -208,30 +233,47 @@ def choose(
     plain_us = whole_us + communication_us
     candidates: list[Candidate] = []
     too_large: list[str] = []
-    bounds = {m: region.bound(kind, machine, ranks, m) for m in slices_per_rank}
+    costs = {m: region.cost(kind, machine, m, in_pieces=in_pieces) for m in slices_per_rank}
+    bounds = {m: region.bound(kind, machine, ranks, m, cost) for m, cost in costs.items()}
     fastest_us = math.inf
+
+    def consider(schedule: Schedule, cost: RegionCost, bound: Bound) -> float | None:
+        """Time of a schedule, which is now a candidate; None where it takes too much memory."""
+        nonlocal fastest_us
+        buffer_bytes = buffer_slices(schedule) * cost.slice_bytes
+        if max_buffer_bytes is not None and buffer_bytes > max_buffer_bytes:
+            too_large.append(f"{schedule.describe()} ({_bytes(buffer_bytes)})")
+            return None
+        simulation = simulate(schedule, machine, cost)
+        us = simulation.makespan_us + region.finish_us
+        fastest_us = min(fastest_us, us)
+        candidates.append(Candidate(schedule, us, simulation.exposed_us, buffer_bytes, Certificate(us, bound)))
+        return us
+
+    if families is None:
+        families = families_for(kind, machine, ranks)
     before: dict[str, float] = {}  # each family's time with the number of slices before this one
     hopeless: set[str] = set()
-    for m in slices_per_rank:
-        cost = region.cost(kind, machine, m)
-        for family in families if families is not None else families_for(kind, machine, ranks):
+    for m, cost in costs.items():
+        for family in families:
             if bounds[m].us >= fastest_us:
                 break  # no schedule of this many slices can win
-            if family in hopeless:
+            if family in hopeless or family in TAPERS:
                 continue
             schedule = _schedule(kind, family, machine, ranks, m, cost)
-            buffer_bytes = buffer_slices(schedule) * cost.slice_bytes
-            if max_buffer_bytes is not None and buffer_bytes > max_buffer_bytes:
-                too_large.append(f"{schedule.describe()} ({_bytes(buffer_bytes)})")
-                continue
-            simulation = simulate(schedule, machine, cost)
-            us = simulation.makespan_us + region.finish_us
-            fastest_us = min(fastest_us, us)
+            us = consider(own_together(schedule) if in_pieces else schedule, cost, bounds[m])
             # Finer slices first help, then harm: what got slower, or is far behind, is not tried any finer.
-            if us > before.get(family, FAR_BEHIND * fastest_us):
+            if us is not None and us > before.get(family, FAR_BEHIND * fastest_us):
                 hopeless.add(family)
-            before[family] = us
-            candidates.append(Candidate(schedule, us, simulation.exposed_us, buffer_bytes, Certificate(us, bounds[m])))
+            if us is not None:
+                before[family] = us
+    tapers = [family for family in families if family in TAPERS] if kind in OWN_ALONE and ranks > 1 else []
+    if tapers and units is not None:
+        cost = region.cost(kind, machine, units, in_pieces=True)
+        bounds[units] = region.bound(kind, machine, ranks, units, cost, merged=True)
+        for family in tapers if bounds[units].us < fastest_us else ():
+            for schedule in tapered(kind, family, machine, ranks, units, cost):
+                consider(schedule, cost, bounds[units])
     # A part in a million is no difference: the candidate named first is the simpler one.
     best = next((c for c in candidates if c.predicted_us <= fastest_us * (1 + 1e-6)), None)
     bound = min(bounds.values(), key=lambda bound: bound.us, default=Bound(whole_us, "its compute"))

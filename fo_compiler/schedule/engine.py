@@ -18,8 +18,8 @@ from .network import BYTES_PER_US_PER_GBPS, Fabric
 
 class OpCode(IntEnum):
     BUSY = 0  # (_, duration_us, label, _)
-    SEND = 1  # (_, _, label, step, link)
-    RECV = 2  # (_, _, label, step, link)
+    SEND = 1  # (_, bytes, label, step, link)
+    RECV = 2  # (_, _, _, step, link)
     WAIT = 3  # (_, _, _, step)
 
 
@@ -39,12 +39,15 @@ class Span:
 
 
 class _Transfer:
-    __slots__ = ("begin", "destination", "ready", "receiver_step", "sender_step", "slice", "source")
+    __slots__ = ("begin", "destination", "load_bytes", "ready", "receiver_step", "sender_step", "slice", "source")
 
-    def __init__(self, source: int, destination: int, sender_step: int, receiver_step: int, slice_: str) -> None:
+    def __init__(
+        self, source: int, destination: int, sender_step: int, receiver_step: int, slice_: str, load_bytes: float
+    ) -> None:
         self.source, self.destination = source, destination
         self.sender_step, self.receiver_step = sender_step, receiver_step
         self.slice = slice_
+        self.load_bytes = load_bytes  # its bytes, and the gap after it as bytes
         self.begin = 0.0
         self.ready = False  # latency has passed
 
@@ -52,11 +55,11 @@ class _Transfer:
 class _Link:
     """An ordered pair of ranks: what was posted at either end, and the message whose bytes flow."""
 
-    __slots__ = ("active", "last", "load_bytes", "queue", "rate", "receives", "remaining", "sends", "version")
+    __slots__ = ("active", "gap_bytes", "last", "queue", "rate", "receives", "remaining", "sends", "version")
 
-    def __init__(self, load_bytes: float) -> None:
-        self.load_bytes = load_bytes  # of one message: its bytes, and the gap after it as bytes
-        self.sends: deque[tuple[int, int, str]] = deque()  # (rank, step, slice)
+    def __init__(self, gap_bytes: float) -> None:
+        self.gap_bytes = gap_bytes  # after each message, as bytes
+        self.sends: deque[tuple[int, int, str, float]] = deque()  # (rank, step, slice, bytes)
         self.receives: deque[tuple[int, int]] = deque()  # (rank, step)
         self.queue: deque[_Transfer] = deque()  # both ends posted, bytes not yet flowing
         self.active: _Transfer | None = None
@@ -77,7 +80,6 @@ class Engine:
         programs: list[list[Op]],
         fabric: Fabric,
         machine: Machine,
-        size_bytes: float,
         *,
         one_rank: bool = False,
         record: bool = False,
@@ -85,7 +87,6 @@ class Engine:
         ranks = len(programs)
         self.programs = programs
         self.fabric = fabric
-        self.size_bytes = size_bytes
         self.gap_us = machine.gap_us
         self.compute_slowdown = machine.compute_slowdown
         self.transfer_slowdown = machine.transfer_slowdown
@@ -157,7 +158,7 @@ class Engine:
                     self.waiting[rank] = op[3]
                     break
             elif code == OpCode.SEND:
-                self._post(rank, op[3], op[4], op[2])
+                self._post(rank, op[3], op[4], (op[2], op[1]))
             else:
                 self._post(rank, op[3], op[4], None)
         self.position[rank] = position
@@ -189,22 +190,23 @@ class Engine:
             self.work_last[rank] = self.now
             self._schedule_busy(rank, before + by > 0)
 
-    def _post(self, rank: int, step: int, link_id: int, sent: str | None) -> None:
+    def _post(self, rank: int, step: int, link_id: int, sent: tuple[str, float] | None) -> None:
         link = self.links.get(link_id)
         if link is None:
             alone = self.fabric.alone_GBps[link_id] * BYTES_PER_US_PER_GBPS
-            link = self.links[link_id] = _Link(self.size_bytes + self.gap_us * alone)
+            link = self.links[link_id] = _Link(self.gap_us * alone)
         steps = self.outstanding[rank]
         steps[step] = steps.get(step, 0) + 1
         if sent is not None:
-            link.sends.append((rank, step, sent))
+            link.sends.append((rank, step, *sent))
         else:
             link.receives.append((rank, step))
         if not (link.sends and link.receives):
             return
-        source, sender_step, slice_ = link.sends.popleft()
+        source, sender_step, slice_, size_bytes = link.sends.popleft()
         destination, receiver_step = link.receives.popleft()
-        transfer = _Transfer(source, destination, sender_step, receiver_step, slice_)
+        load_bytes = size_bytes + link.gap_bytes
+        transfer = _Transfer(source, destination, sender_step, receiver_step, slice_, load_bytes)
         transfer.begin = self.now
         self._change_in_flight(source, 1)
         if destination != source:
@@ -232,7 +234,7 @@ class Engine:
 
     def _activate(self, link_id: int, link: _Link, transfer: _Transfer) -> None:
         link.active = transfer
-        link.remaining = link.load_bytes
+        link.remaining = transfer.load_bytes
         link.rate = 0.0
         link.last = self.now
         self._reprice(link_id)

@@ -8,7 +8,7 @@ until the step's transfers are done.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from ..errors import ScheduleError
@@ -28,7 +28,8 @@ class RankState(Generic[V]):
         self.sums: dict[int, V] = {}  # what is reduced: running sums, by slice
         self.in_flight: dict[int, tuple[Post, int]] = {}  # step -> (its post, its turn on the incoming link)
         self.awaited: set[int] = set()  # steps
-        self.inbox: dict[int, tuple[int, V]] = {}  # step -> (slice, received sum) until it is added or stored
+        # step -> first slice and received sums of them, until they are added or stored
+        self.inbox: dict[int, tuple[int, list[V]]] = {}
 
 
 class World(Generic[V]):
@@ -50,8 +51,8 @@ class World(Generic[V]):
         self.add = add
         self.programs = [schedule.program(rank) for rank in range(schedule.ranks)]
         self.states: list[RankState[V]] = [RankState(rank) for rank in range(schedule.ranks)]
-        # (source, destination) -> everything sent on that link, and how many receives were posted on it
-        self.sent: dict[tuple[int, int], list[tuple[int, V]]] = defaultdict(list)
+        # (source, destination) -> everything sent on that link (first slice, values), and how many receives were posted on it
+        self.sent: dict[tuple[int, int], list[tuple[int, list[V]]]] = defaultdict(list)
         self.receives: dict[tuple[int, int], int] = defaultdict(int)
         if schedule.kind.arrives_first:
             assert own is not None, "a gather or an all-to-all starts from the slices that each rank owns"
@@ -82,23 +83,25 @@ class World(Generic[V]):
     def _step(self, state: RankState[V], action: Action) -> bool:
         """Perform one action; False when it has to wait for another rank."""
         match action:
-            case Compute(slice_):
-                self._compute(state, action, slice_)
+            case Compute(first, _, count):
+                for slice_ in range(first, first + count):
+                    self._compute(state, action, slice_)
             case Post():
                 self._post(state, action)
             case Wait(step):
                 return self._wait(state, action, step)
-            case Add(slice_, step):
-                self._accumulate(state, slice_, self._received(state, action, slice_, step))
-            case Store(slice_, step):
-                state.sums[slice_] = self._received(state, action, slice_, step)
+            case Add():
+                for slice_, value in self._received(state, action):
+                    self._accumulate(state, slice_, value)
+            case Store():
+                state.sums.update(self._received(state, action))
         return True
 
-    def _received(self, state: RankState[V], action: Action, slice_: int, step: int) -> V:
-        received_slice, value = state.inbox.pop(step, (None, None))
-        if received_slice != slice_ or value is None:
+    def _received(self, state: RankState[V], action: Add | Store) -> Iterator[tuple[int, V]]:
+        first, values = state.inbox.pop(action.step, (-1, []))
+        if first != action.slice or len(values) != action.count:
             raise self.fail(state, action, "takes what this step did not receive, or takes it twice")
-        return value
+        return zip(range(first, first + action.count), values, strict=True)
 
     def _compute(self, state: RankState[V], action: Action, slice_: int) -> None:
         if slice_ in state.computed:
@@ -122,9 +125,10 @@ class World(Generic[V]):
         turn = -1
         if action.send is not None:
             held = state.sums if self.schedule.carries_sums(action) else state.ready
-            if action.send.slice not in held:
+            slices = range(action.send.slice, action.send.slice + action.send.count)
+            if not all(slice_ in held for slice_ in slices):
                 raise self.fail(state, action, "sends a slice that it does not hold")
-            self.sent[state.rank, action.send.peer].append((action.send.slice, held[action.send.slice]))
+            self.sent[state.rank, action.send.peer].append((slices[0], [held[slice_] for slice_ in slices]))
         if action.recv is not None:
             turn = self.receives[action.recv.peer, state.rank]
             self.receives[action.recv.peer, state.rank] += 1
@@ -138,13 +142,14 @@ class World(Generic[V]):
             arrived = self.sent[post.recv.peer, state.rank]
             if len(arrived) <= turn:
                 return False
-            slice_, value = arrived[turn]
-            if slice_ != post.recv.slice:
-                raise self.fail(state, post, f"gets slice {slice_} from rank {post.recv.peer}, not the one expected")
+            first, values = arrived[turn]
+            if (first, len(values)) != (post.recv.slice, post.recv.count):
+                what = f"slice {first}" if len(values) == 1 else f"slices {first} to {first + len(values) - 1}"
+                raise self.fail(state, post, f"gets {what} from rank {post.recv.peer}, not what is expected")
             if self.schedule.carries_sums(post):
-                state.inbox[step] = (slice_, value)
+                state.inbox[step] = (first, values)
             else:
-                state.ready[slice_] = value
+                state.ready.update(zip(range(first, first + len(values)), values, strict=True))
         del state.in_flight[step]
         state.awaited.add(step)
         return True

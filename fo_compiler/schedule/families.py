@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from .chain import direct_chain, ring_chain
 from .ir import Action, Add, Compute, Kind, Post, Program, Recv, Schedule, Send, Wait
-from .transform import all_reduce, gather_out, reverse
+from .transform import all_reduce, gather_out, reverse, transposed
 from .two_level import two_level_all_gather, two_level_all_to_all
 
 
@@ -176,17 +176,10 @@ def bidirectional_all_to_all(ranks: int, m: int) -> Program:
     return _relayed_all_to_all(ranks, m, ranks // 2, (ranks - 1) // 2)
 
 
-def _transposed(slice_: int, ranks: int, m: int) -> int:
-    """The slice of an all-to-all that goes the other way."""
-    group, part = divmod(slice_, m)
-    source, destination = divmod(group, ranks)
-    return (destination * ranks + source) * m + part
-
-
 def _out_of(exchange: Callable[[int, int], Program]) -> Callable[[int, int], Program]:
     """Results are sent the way that slices come in, backwards in time; the own slice comes last."""
     return lambda ranks, m: reverse(
-        exchange(ranks, m), reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m)
+        exchange(ranks, m), reduces=False, rename=lambda slice_: transposed(slice_, ranks, m)
     )
 
 
@@ -272,4 +265,4 @@ def _two_level(kind: Kind, ranks: int, m: int, k: int) -> Program:
             return two_level_all_to_all(ranks, m, k)
         case _:
             exchange = two_level_all_to_all(ranks, m, k)
-            return reverse(exchange, reduces=False, rename=lambda slice_: _transposed(slice_, ranks, m))
+            return reverse(exchange, reduces=False, rename=lambda slice_: transposed(slice_, ranks, m))

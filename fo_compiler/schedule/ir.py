@@ -17,14 +17,18 @@ For an all-to-all slice `(source * N + destination) * m + part` goes from one ra
 - `ALL_TO_ALL`: the source holds it at the start, the destination computes it.
 - `ALL_TO_ALL_OUT`: the source computes it, the destination holds the result at the end.
 
+Neighbouring slices of one block may travel, or be computed, as one piece: `count` says how many. Their number is then
+that of the first.
+
 Source: arXiv 2604.24013, section 3; notation as in docs/architecture.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
 
 class Kind(str, Enum):
@@ -92,6 +96,7 @@ class Send:
 
     slice: int
     peer: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Recv:
 
     slice: int
     peer: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,7 @@ class Compute:
 
     slice: int
     stream: Stream = Stream.COMPUTE
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,7 @@ class Add:
     slice: int
     step: int
     stream: Stream = Stream.COMPUTE
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -148,9 +156,11 @@ class Store:
     slice: int
     step: int
     stream: Stream = Stream.COMPUTE
+    count: int = 1
 
 
 Action = Compute | Post | Wait | Add | Store
+End = TypeVar("End", Send, Recv)
 Program = tuple[Action, ...]
 
 
@@ -212,12 +222,17 @@ class Schedule:
         """Whether running sums travel in `post` (else slices, unchanged)."""
         return post.sums if self.kind is Kind.CHAIN else self.kind.reduces
 
-    def slice_name(self, slice_: int, rank: int | None = None) -> str:
-        """`owner` or `owner.part`, in an all-to-all `source>destination`; with a `*` where `rank` is the owner."""
+    def slice_name(self, slice_: int, rank: int | None = None, count: int = 1) -> str:
+        """`owner` or `owner.part`, in an all-to-all `source>destination`; with a `*` where `rank` is the owner.
+
+        Several in one piece are `owner.first-last`, or `owner` where they are all that there are.
+        """
         group, part = divmod(slice_, self.slices_per_rank)
         name = f"{group // self.ranks}>{group % self.ranks}" if self.kind.is_all_to_all else str(group)
         mark = "*" if rank is not None and self.owner(slice_) == rank else ""
-        return name + ("" if self.slices_per_rank == 1 else f".{part}") + mark
+        if count < self.slices_per_rank:
+            name += f".{part}" if count == 1 else f".{part}-{part + count - 1}"
+        return name + mark
 
     def program(self, rank: int) -> Program:
         """The actions of `rank`, with ranks and slices absolute."""
@@ -243,27 +258,36 @@ class Schedule:
 
     def _shifted(self, action: Action, by: int) -> Action:
         match action:
-            case Compute(slice_, stream):
-                return Compute(self.shifted_slice(slice_, by), stream)
-            case Add(slice_, step, stream):
-                return Add(self.shifted_slice(slice_, by), step, stream)
-            case Store(slice_, step, stream):
-                return Store(self.shifted_slice(slice_, by), step, stream)
-            case Post(step, send, recv, stream, sums):
-                return Post(
-                    step,
-                    send and Send(self.shifted_slice(send.slice, by), self.shifted_rank(send.peer, by)),
-                    recv and Recv(self.shifted_slice(recv.slice, by), self.shifted_rank(recv.peer, by)),
-                    stream,
-                    sums,
+            case Compute() | Add() | Store():
+                return replace(action, slice=self.shifted_slice(action.slice, by))
+            case Post(_, send, recv):
+                return replace(
+                    action,
+                    send=send and self._shifted_end(send, by),
+                    recv=recv and self._shifted_end(recv, by),
                 )
             case Wait():
                 return action
 
+    def _shifted_end(self, end: End, by: int) -> End:
+        return replace(end, slice=self.shifted_slice(end.slice, by), peer=self.shifted_rank(end.peer, by))
+
     def describe(self) -> str:
-        """Short name for records: `ring` or, with several slices a rank, `ring x4`."""
+        """Short name for records: `ring`; with several slices a rank `ring x4`, and in pieces `tapered (20+12 14+10+8)/32`."""
         family = f"chain {self.family}" if self.kind is Kind.CHAIN else self.family
-        return family if self.slices_per_rank == 1 else f"{family} x{self.slices_per_rank}"
+        m = self.slices_per_rank
+        pieces = self._pieces()
+        if any(1 < size < m for of_block in pieces for size in of_block):
+            return f"{family} ({' '.join('+'.join(map(str, of_block)) for of_block in pieces)})/{m}"
+        return family if m == 1 else f"{family} x{m}"
+
+    def _pieces(self) -> list[list[int]]:
+        """The slices in each piece that rank 0 computes, by block but for its own, in the order of their computes."""
+        blocks: dict[int, list[int]] = {}
+        for action in self.programs[0] if self.relative is None else self.relative:
+            if isinstance(action, Compute) and action.slice >= self.slices_per_rank:
+                blocks.setdefault(action.slice // self.slices_per_rank, []).append(action.count)
+        return list(blocks.values())
 
 
 def posts(program: Sequence[Action]) -> list[Post]:

@@ -18,13 +18,15 @@ def buffer_slices(schedule: Schedule) -> int:
 
 
 def _peak(schedule: Schedule, program: Program, rank: int) -> int:
+    m = schedule.slices_per_rank
     waited = {action.step: at for at, action in enumerate(program) if isinstance(action, Wait)}
     first: dict[tuple[str, int], int] = {}
     last: dict[tuple[str, int], int] = {}
 
-    def use(buffer: tuple[str, int], at: int) -> None:
-        first[buffer] = min(first.get(buffer, at), at)
-        last[buffer] = max(last.get(buffer, at), at)
+    def use(what: str, number: int, count: int, at: int) -> None:
+        for buffer in ((what, number + i) for i in range(count)):
+            first[buffer] = min(first.get(buffer, at), at)
+            last[buffer] = max(last.get(buffer, at), at)
 
     for at, action in enumerate(program):
         match action:
@@ -32,20 +34,21 @@ def _peak(schedule: Schedule, program: Program, rank: int) -> int:
                 sums = schedule.carries_sums(action)
                 if recv is not None:
                     # Partial sums arrive in a buffer of their own, one a step; slices are told apart by number.
-                    use(("step", step) if sums else ("slice", recv.slice), at)
+                    arriving = ("step", step * m, recv.count) if sums else ("slice", recv.slice, recv.count)
+                    use(*arriving, at)
                     at_end = schedule.kind is Kind.ALL_GATHER_OUT
-                    use(("step", step) if sums else ("slice", recv.slice), len(program) if at_end else waited[step])
+                    use(*arriving, len(program) if at_end else waited[step])
                 if send is not None and not _is_own(schedule, send.slice, rank):
-                    use(("sum" if sums else "slice", send.slice), at)
-                    use(("sum" if sums else "slice", send.slice), waited[step])
-            case Compute(slice_):
+                    use("sum" if sums else "slice", send.slice, send.count, at)
+                    use("sum" if sums else "slice", send.slice, send.count, waited[step])
+            case Compute(slice_, _, count):
                 if not _is_own(schedule, slice_, rank):
                     if schedule.kind.reduces:
-                        use(("sum", slice_), at)
+                        use("sum", slice_, count, at)
                     if schedule.kind.arrives_first or not schedule.kind.reduces:
-                        use(("slice", slice_), at)
-            case Add(_, step) | Store(_, step):
-                use(("step", step), at)
+                        use("slice", slice_, count, at)
+            case Add(_, step, _, count) | Store(_, step, _, count):
+                use("step", step * m, count, at)
             case _:
                 pass
     changes = [0] * (len(program) + 2)

@@ -326,8 +326,8 @@ def _reordered(schedule: Schedule, order: tuple[int, ...]) -> Schedule:
             case Post(_, send, recv):
                 return replace(
                     a,
-                    send=send and Send(slice_(send.slice), order[send.peer]),
-                    recv=recv and Recv(slice_(recv.slice), order[recv.peer]),
+                    send=send and replace(send, slice=slice_(send.slice), peer=order[send.peer]),
+                    recv=recv and replace(recv, slice=slice_(recv.slice), peer=order[recv.peer]),
                 )
             case Wait():
                 return a

@@ -20,18 +20,36 @@ from dataclasses import dataclass, field
 
 from ..errors import ScheduleError
 from .engine import Engine, Op, OpCode, Span
-from .ir import Action, Add, Compute, Post, Program, Schedule, Wait
+from .ir import Action, Add, Compute, Post, Program, Schedule, Send, Wait
 from .machine import Machine
 from .network import Fabric, Network, TwoLevel, Uniform
 
 
 @dataclass(frozen=True)
 class RegionCost:
-    """What one slice costs: `compute_us` on a rank of scale 1, `slice_bytes` on the wire, `add_us` for an `Add`."""
+    """What one slice costs: `compute_us` on a rank of scale 1, `slice_bytes` on the wire, `add_us` for an `Add`.
+
+    `pieces_us` is the compute of 1, 2, ... slices in one piece, as many as there is a number for, and `add_pieces_us` is
+    likewise; beyond, they take as long as one by one.
+    """
 
     compute_us: float
     slice_bytes: float
     add_us: float = 0.0
+    pieces_us: tuple[float, ...] = ()
+    add_pieces_us: tuple[float, ...] = ()
+
+    def compute_of(self, count: int) -> float:
+        return self.pieces_us[count - 1] if count <= len(self.pieces_us) else count * self.compute_us
+
+    def add_of(self, count: int) -> float:
+        return self.add_pieces_us[count - 1] if count <= len(self.add_pieces_us) else count * self.add_us
+
+    def least(self) -> RegionCost:
+        """The cost of one slice as a part of the piece in which it costs least: what no schedule is below."""
+        compute_us = min((us / n for n, us in enumerate(self.pieces_us, 1)), default=self.compute_us)
+        add_us = min((us / n for n, us in enumerate(self.add_pieces_us, 1)), default=self.add_us)
+        return RegionCost(min(compute_us, self.compute_us), self.slice_bytes, min(add_us, self.add_us))
 
 
 @dataclass(frozen=True)
@@ -59,7 +77,7 @@ def simulate(schedule: Schedule, machine: Machine, cost: RegionCost, *, spans: b
     if relative is not None and not spans and _is_symmetric(schedule, relative, machine):
         scale = machine.scale(0)
         ops = _operations(schedule, relative, 0, machine, cost, scale, one_rank=True)
-        engine = Engine([ops], _one_rank_fabric(machine.network, ranks), machine, cost.slice_bytes, one_rank=True)
+        engine = Engine([ops], _one_rank_fabric(machine.network, ranks), machine, one_rank=True)
         engine.run()
         compute = (_compute_us(relative, cost, scale),) * ranks
         return Simulation(engine.finish[0], (engine.finish[0],) * ranks, compute)
@@ -69,7 +87,6 @@ def simulate(schedule: Schedule, machine: Machine, cost: RegionCost, *, spans: b
         [_operations(schedule, programs[r], r, machine, cost, scales[r], named=spans) for r in range(ranks)],
         machine.fabric(ranks),
         machine,
-        cost.slice_bytes,
         record=spans,
     )
     stuck = engine.run()
@@ -83,7 +100,7 @@ def simulate(schedule: Schedule, machine: Machine, cost: RegionCost, *, spans: b
 
 
 def _compute_us(program: Program, cost: RegionCost, scale: float) -> float:
-    return sum(isinstance(action, Compute) for action in program) * cost.compute_us * scale
+    return sum(cost.compute_of(action.count) for action in program if isinstance(action, Compute)) * scale
 
 
 def _is_symmetric(schedule: Schedule, relative: Program, machine: Machine) -> bool:
@@ -118,17 +135,17 @@ def _operations(
     """The program of `rank` as what takes time, `named` for spans. `program` is the relative one of a uniform schedule."""
     ranks = schedule.ranks
     shift = rank if schedule.is_uniform else 0
-    compute_us, add_us = cost.compute_us * scale, cost.add_us * scale
 
-    def name(slice_: int) -> str:
-        return schedule.slice_name(schedule.shifted_slice(slice_, shift)) if named else ""
+    def name(of: Send | Compute | Add) -> str:
+        return schedule.slice_name(schedule.shifted_slice(of.slice, shift), count=of.count) if named else ""
 
     def ops(action: Action) -> list[Op]:
         match action:
-            case Compute(slice_):
-                return [(OpCode.BUSY, compute_us, f"compute {name(slice_)}", 0)]
-            case Add(slice_):
-                return [(OpCode.BUSY, add_us, f"add {name(slice_)}", 0)] if add_us else []
+            case Compute():
+                return [(OpCode.BUSY, cost.compute_of(action.count) * scale, f"compute {name(action)}", 0)]
+            case Add():
+                add_us = cost.add_of(action.count) * scale
+                return [(OpCode.BUSY, add_us, f"add {name(action)}", 0)] if add_us else []
             case Wait(step):
                 return [(OpCode.WAIT, 0.0, "", step)]
             case Post(step, send, recv):
@@ -137,15 +154,15 @@ def _operations(
                     assert send is not None
                     return [
                         *held_up,
-                        (OpCode.SEND, 0.0, "", step, send.peer),
+                        (OpCode.SEND, send.count * cost.slice_bytes, "", step, send.peer),
                         (OpCode.RECV, 0.0, "", step, send.peer),
                     ]
                 if send is not None:
                     link = rank * ranks + schedule.shifted_rank(send.peer, shift)
-                    held_up.append((OpCode.SEND, 0.0, name(send.slice), step, link))
+                    held_up.append((OpCode.SEND, send.count * cost.slice_bytes, name(send), step, link))
                 if recv is not None:
                     link = schedule.shifted_rank(recv.peer, shift) * ranks + rank
-                    held_up.append((OpCode.RECV, 0.0, name(recv.slice), step, link))
+                    held_up.append((OpCode.RECV, 0.0, "", step, link))
                 return held_up
             case _:
                 return []

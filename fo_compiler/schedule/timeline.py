@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .ir import Add, Compute, Kind, Post, Schedule, Store, Wait
+from .ir import Add, Compute, Kind, Post, Recv, Schedule, Send, Store, Wait
 
 _WHAT = {
     Kind.ALL_GATHER: "slices gathered",
@@ -27,13 +27,13 @@ def _newest(transfers: list[str]) -> str:
 def text_timeline(schedule: Schedule, rank: int) -> str:
     """Draw the program of `rank`. A row is a compute step; the right column is what is in flight meanwhile."""
 
-    def name(slice_: int) -> str:
-        return schedule.slice_name(slice_, rank)
+    def name(of: Send | Recv | Compute | Add | Store) -> str:
+        return schedule.slice_name(of.slice, rank, of.count)
 
     def transfer(post: Post) -> str:
         what = "sum " if post.sums else ""
-        sent = f"send {what}{name(post.send.slice)} -> rank {post.send.peer}" if post.send else ""
-        received = f"recv {what}{name(post.recv.slice)} <- rank {post.recv.peer}" if post.recv else ""
+        sent = f"send {what}{name(post.send)} -> rank {post.send.peer}" if post.send else ""
+        received = f"recv {what}{name(post.recv)} <- rank {post.recv.peer}" if post.recv else ""
         return ", ".join(filter(None, (sent, received)))
 
     rows: list[tuple[str, str]] = []
@@ -48,13 +48,13 @@ def text_timeline(schedule: Schedule, rank: int) -> str:
             case Wait(step):
                 notes.append(f"wait {step}")
                 in_flight.pop(step, None)
-            case Add(slice_, _):
-                notes.append(f"add to {name(slice_)}")
-            case Store(slice_, _):
-                notes.append(f"store {name(slice_)}")
-            case Compute(slice_):
+            case Add():
+                notes.append(f"add to {name(action)}")
+            case Store():
+                notes.append(f"store {name(action)}")
+            case Compute():
                 flying = [f"[{step}] {what}" for step, what in in_flight.items()]
-                rows.append((" ".join([*notes, f"compute {name(slice_)}"]), _newest(flying)))
+                rows.append((" ".join([*notes, f"compute {name(action)}"]), _newest(flying)))
                 notes, at_the_end = [], []
     if notes:
         rows.append((" ".join(notes), _newest(at_the_end)))

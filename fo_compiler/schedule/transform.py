@@ -35,16 +35,23 @@ def reverse(program: Program, *, reduces: bool, rename: SliceMap = lambda slice_
                 backwards.append(replace(action, slice=rename(slice_)))
             case Wait(step):
                 post = posts[step]
-                send = Send(rename(post.recv.slice), post.recv.peer) if post.recv else None
-                recv = Recv(rename(post.send.slice), post.send.peer) if post.send else None
+                send = Send(rename(post.recv.slice), post.recv.peer, post.recv.count) if post.recv else None
+                recv = Recv(rename(post.send.slice), post.send.peer, post.send.count) if post.send else None
                 backwards.append(Post(step, send, recv))
             case Post(step, send_, _):
                 backwards.append(Wait(step))
                 if reduces and send_ is not None:
-                    backwards.append(Add(rename(send_.slice), step))
+                    backwards.append(Add(rename(send_.slice), step, count=send_.count))
             case _:
                 raise AssertionError(f"{action} has no place in a gather")
     return renumbered(backwards)
+
+
+def transposed(slice_: int, ranks: int, m: int) -> int:
+    """The slice of an all-to-all that goes the other way."""
+    group, part = divmod(slice_, m)
+    source, destination = divmod(group, ranks)
+    return (destination * ranks + source) * m + part
 
 
 def renumbered(program: Sequence[Action]) -> Program:
@@ -158,31 +165,38 @@ def _with_slices(action: Action, rename: SliceMap) -> Action:
         case Post(_, send, recv):
             return replace(
                 action,
-                send=send and Send(rename(send.slice), send.peer),
-                recv=recv and Recv(rename(recv.slice), recv.peer),
+                send=send and replace(send, slice=rename(send.slice)),
+                recv=recv and replace(recv, slice=rename(recv.slice)),
             )
         case Wait():
             return action
 
 
-def own_together(schedule: Schedule, rank: int) -> tuple[Program, tuple[int, ...]] | None:
-    """The program of `rank` with its own slices computed one right behind the other, and which these are.
+def own_together(schedule: Schedule) -> Schedule:
+    """The schedule with each rank's own slices computed in one piece.
 
     What needs no transfer, or leaves in none, is cut for the transfers' sake alone. Where slices arrive it comes first, and only
     posts lie between: they do not wait for compute. Where results leave it comes last, and what lies between only takes sums in.
-    None where a rank has one slice of its own, or where it would keep something waiting.
+    A program stays as it is where a rank has one slice of its own, or where the piece would keep something waiting.
     """
+    if schedule.kind not in OWN_ALONE or schedule.slices_per_rank == 1:
+        return schedule
+    if schedule.relative is not None:
+        return replace(schedule, relative=_own_together(schedule, schedule.relative, 0))
+    return replace(
+        schedule, programs=tuple(_own_together(schedule, program, r) for r, program in enumerate(schedule.programs))
+    )
+
+
+def _own_together(schedule: Schedule, program: Program, rank: int) -> Program:
     kind, m = schedule.kind, schedule.slices_per_rank
-    if kind not in OWN_ALONE or m == 1:
-        return None
     first = (rank * schedule.ranks + rank if kind.is_all_to_all else rank) * m
-    own = tuple(range(first, first + m))
-    program = schedule.program(rank)
+    own = range(first, first + m)
     places = [i for i, action in enumerate(program) if isinstance(action, Compute) and action.slice in own]
     start, stop = places[0], places[-1] + 1
-    between = tuple(action for i, action in enumerate(program[start:stop], start) if i not in places)
+    between = [action for i, action in enumerate(program[start:stop], start) if i not in places]
     if not all(isinstance(action, Post if kind.arrives_first else (Wait, Add)) for action in between):
-        return None
-    pieces = tuple(Compute(slice_) for slice_ in own)
-    together = (*between, *pieces) if kind.arrives_first else (*pieces, *between)
-    return (*program[:start], *together, *program[stop:]), own
+        return program
+    piece = Compute(first, count=m)
+    together = (*between, piece) if kind.arrives_first else (piece, *between)
+    return (*program[:start], *together, *program[stop:])

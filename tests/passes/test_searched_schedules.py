@@ -1,4 +1,4 @@
-"""Schedules that were found by search, with their one-sided posts, through the rewrite: as exact as the families."""
+"""Schedules found by search, with one-sided posts, and schedules in pieces, through the rewrite: as exact as the families."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from fo_compiler.schedule.machine import simple_machine
 from fo_compiler.schedule.network import Matrix
 from fo_compiler.schedule.search import _proposals
 from fo_compiler.schedule.simulate import RegionCost
+from fo_compiler.schedule.taper import TAPERS, in_pieces
+from fo_compiler.schedule.transform import OWN_ALONE
 from fo_compiler.testing import assert_equivalent, run_ranks
 from tests.graphs import all_gather, all_reduce, all_to_all, capture, reduce_scatter
 from tests.machines import one_slow_link
 from tests.passes.helpers import on_each_rank, sites, tensors
+from tests.tapers import cuts_of
 
 FUNCTIONS: dict[Kind, Callable[[int], Callable[[Tensor, Tensor], Tensor]]] = {
     Kind.ALL_GATHER: lambda ranks: lambda x, w: all_gather(x, 0, ranks) @ w,
@@ -117,3 +120,14 @@ def test_a_rank_may_receive_another_size_than_it_sends(share: int) -> None:
     schedule = Schedule(Kind.ALL_GATHER, "crossed", 2, 2, programs=programs)
     verify(schedule)
     check(schedule, share)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(OWN_ALONE), st.sampled_from(TAPERS), st.integers(2, 4), st.booleans(), st.data())
+def test_pieces_of_any_size_compute_what_the_collective_does(
+    kind: Kind, family: str, ranks: int, across: bool, data: st.DataObject
+) -> None:
+    units = data.draw(st.integers(1, 6))
+    schedule = in_pieces(kind, family, ranks, units, data.draw(cuts_of(ranks, units)), across)
+    check(schedule, data.draw(st.integers(units, 2 * units)))

@@ -181,9 +181,9 @@ def test_symbolic_slices_are_long_in_the_first_call(length: int, m: int, monkeyp
     assert isinstance(site, Site)
     asked: list[tuple[int, ...]] = []
 
-    def predict(region: Region, options: Options, numbers: tuple[int, ...]) -> Choice:
+    def predict(region: Region, options: Options, numbers: tuple[int, ...], units: int | None) -> Choice:
         asked.append(numbers)
-        return plain_predict(region, options, numbers)
+        return plain_predict(region, options, numbers, units)
 
     plain_predict = decide._predict
     monkeypatch.setattr(decide, "_predict", predict)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fo_compiler.schedule import FAMILIES, Compute, Kind, Schedule, Wait, build, verify
-from fo_compiler.schedule.ir import Action, Program, posts
+from fo_compiler.schedule.ir import posts
 from fo_compiler.schedule.transform import OWN_ALONE, own_together
 
 UNIFORM = [(kind, family) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) for family in ("ring", "direct")]
@@ -111,19 +111,19 @@ def test_own_slices_side_by_side_change_nothing_but_their_place(kind: Kind, rank
     for family in FAMILIES[kind]:
         for m in (1, 2, 3):
             schedule = build(kind, family, ranks, m)
-            moved = [own_together(schedule, rank) for rank in range(ranks)]
+            moved = own_together(schedule)
             if m == 1 or kind not in OWN_ALONE:
-                assert moved == [None] * ranks
+                assert moved == schedule
                 continue
-            verify(replace(schedule, relative=None, programs=tuple(program for program, _ in moved)))
-            for rank, (program, own) in enumerate(moved):
-                computed = [action.slice for action in program if isinstance(action, Compute)]
-                at = computed.index(own[0])
-                assert tuple(computed[at : at + m]) == own
-                places = [i for i, action in enumerate(program) if action in {Compute(slice_) for slice_ in own}]
-                assert places == list(range(places[0], places[0] + m))
-
-                def others(actions: Program, own: tuple[int, ...] = own) -> list[Action]:
-                    return [action for action in actions if not isinstance(action, Compute) or action.slice not in own]
-
-                assert others(program) == others(schedule.program(rank))
+            verify(moved)
+            verify(replace(moved, relative=None, programs=tuple(map(moved.program, range(ranks)))))
+            by_rank = replace(schedule, relative=None, programs=tuple(map(schedule.program, range(ranks))))
+            assert own_together(by_rank).programs == tuple(map(moved.program, range(ranks)))
+            for rank in range(ranks):
+                first = (rank * ranks + rank if kind.is_all_to_all else rank) * m
+                own = {Compute(slice_) for slice_ in range(first, first + m)}
+                together = moved.program(rank)
+                assert [action for action in together if action != Compute(first, count=m)] == [
+                    action for action in schedule.program(rank) if action not in own
+                ]
+                assert len(together) == len(schedule.program(rank)) - m + 1
