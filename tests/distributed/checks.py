@@ -23,6 +23,7 @@ import fo_compiler
 from fo_compiler import Record
 from fo_compiler.passes.sites import is_collective
 from fo_compiler.runtime.ops import pending_transfers
+from tests.tapers import ragged
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -233,6 +234,11 @@ def every_dim(
         return matches_eager(
             function, inputs, 3 * sum(dims), kernels, schedule=schedule, slices_per_rank=slices_per_rank
         )
+
+
+def in_ragged_pieces() -> list[Record]:
+    with ragged(1):
+        return every_dim("tapered", 4, (2,))
 
 
 def all_reduces_in_slices() -> list[Record]:

@@ -71,7 +71,7 @@ def fuzz(world: World, examples: int, number: int) -> tuple[int, int]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(recipes(world.ranks, casts=False, blocks=2), st.sampled_from(["ring", "direct"]))
+    @given(recipes(world.ranks, casts=False, blocks=2), st.sampled_from(["ring", "direct", "tapered"]))
     def run(recipe: Recipe, schedule: str) -> None:
         answers = world.run(compiled_is_as_eager, recipe, schedule)
         assert len(set(answers)) == 1, answers

@@ -154,6 +154,11 @@ def test_every_gather_and_scatter_dim_of_three_ranks(world: Worlds) -> None:
     assert rewritten(records) >= 8 + 5, "with those whose shard a matmul makes"
 
 
+def test_pieces_of_any_size_between_three_ranks(world: Worlds) -> None:
+    records = agreed(world(3).run(checks.in_ragged_pieces))
+    assert sum("tapered (" in (record.schedule or "") for record in records) >= 3, records
+
+
 def test_the_model_trains_on_three_ranks(world: Worlds) -> None:
     records = agreed(world(3).run(checks.model_trains_as_under_plain_inductor, "ring", 2))
     assert rewritten(records) > 0

@@ -81,7 +81,7 @@ def test_gradients_of_a_replicated_model_are_reduced_one_by_one(bias: bool) -> N
     st.builds(
         Options,
         rewrite=st.just("always"),
-        schedule=st.sampled_from(["ring", "direct"]),
+        schedule=st.sampled_from(["ring", "direct", "tapered"]),
         slices_per_rank=st.sampled_from([1, 2]),
         depth=st.sampled_from([None, 1, 2]),
     ),

@@ -100,7 +100,7 @@ def blocks(draw: Any) -> dict[str, Any]:
     st.builds(
         Options,
         rewrite=st.just("always"),
-        schedule=st.sampled_from(["ring", "direct"]),
+        schedule=st.sampled_from(["ring", "direct", "tapered"]),
         slices_per_rank=st.sampled_from([1, 2, 3]),
     ),
     st.integers(0, 99),

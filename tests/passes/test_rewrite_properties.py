@@ -21,6 +21,7 @@ from tests.programs import (
     scatter_programs,
     several_programs,
 )
+from tests.tapers import ragged
 
 EXAMPLES = int(os.environ.get("FO_TEST_EXAMPLES", "100"))
 PROFILE = settings(
@@ -34,7 +35,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 forced = st.builds(
     Options,
     rewrite=st.just("always"),
-    schedule=st.sampled_from(["auto", "ring", "bidirectional", "direct"]),
+    schedule=st.sampled_from(["auto", "ring", "bidirectional", "direct", "tapered"]),
     slices_per_rank=st.sampled_from([1, 1, 2, 3, 4]),
     depth=st.sampled_from([None, 1, 2, 3, 4]),
 )
@@ -117,3 +118,18 @@ def test_larger_groups_give_the_same(program: Program, options: Options) -> None
 )
 def test_narrow_types_agree_within_their_rounding(program: Program, options: Options) -> None:
     check(program, options, 0)
+
+
+@settings(PROFILE, max_examples=EXAMPLES // 2)
+@given(
+    st.one_of(
+        gather_programs(few_ranks, [torch.float64, torch.bfloat16]),
+        scatter_programs(few_ranks, [torch.float64, torch.bfloat16]),
+        several_programs(few_ranks, [torch.float64]),
+    ),
+    st.integers(2, 6),
+    st.integers(0, 99),
+)
+def test_pieces_of_any_size_give_the_same(program: Program, units: int, seed: int) -> None:
+    with ragged(seed):
+        check(program, Options(rewrite="always", schedule="tapered", slices_per_rank=units), seed)

@@ -145,7 +145,7 @@ def test_graphs_without_streams_are_left_as_they_are() -> None:
 @given(
     st.sampled_from(list(BODIES)),
     st.sampled_from([1, 2]),
-    st.sampled_from(["ring", "direct"]),
+    st.sampled_from(["ring", "direct", "tapered"]),
     st.sampled_from([1, 2]),
     st.integers(0, RANKS - 1),
     st.data(),

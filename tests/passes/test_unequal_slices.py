@@ -26,6 +26,7 @@ from fo_compiler.schedule.choose import Choice
 from fo_compiler.testing import assert_equivalent, rewrite_for_rank, run_ranks
 from tests.graphs import all_gather, all_reduce, all_to_all, capture, reduce_scatter
 from tests.passes.helpers import aten, check_golden, on_each_rank, rewritten, sites, tensors
+from tests.tapers import ragged
 
 N = 3
 Graph = Callable[..., tuple[Tensor, ...]]
@@ -167,6 +168,30 @@ def test_one_graph_serves_every_length_without_a_guard(function: Graph) -> None:
     assert all("x3" in (record.schedule or "") for record in done[0][1].records), done[0][1]
     assert len(env.guards) == known
     for length in lengths_that_run(gm, (6, 5, 17, 2, 1, 0)):
+        wanted = run_ranks(lambda _: gm, inputs_at(length), LocalWorld(N))
+        got = run_ranks(lambda rank: done[rank][0], inputs_at(length), LocalWorld(N))
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def gathered_rows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (all_gather(x[0], 0, N) @ w,)
+
+
+def scattered_rows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (reduce_scatter(torch.sigmoid(x[0].repeat(N, 1)) @ w, 0, N),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "function", [gathered_rows, scattered_rows, exchanged, exchanged_result], ids=lambda f: f.__name__
+)
+def test_pieces_of_any_size_serve_every_length(function: Graph) -> None:
+    gm = capture(function, inputs_at(12)[0], {0: (1,)})
+    with ragged(3):
+        transports = [LocalWorld(N).transport(rank) for rank in range(N)]
+        done = [rewrite_for_rank(gm, forced("tapered", 5), transport) for transport in transports]
+    assert all("tapered (" in (record.schedule or "") for record in done[0][1].records), done[0][1]
+    for length in lengths_that_run(gm, (12, 9, 17, 5, 2, 1)):
         wanted = run_ranks(lambda _: gm, inputs_at(length), LocalWorld(N))
         got = run_ranks(lambda rank: done[rank][0], inputs_at(length), LocalWorld(N))
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

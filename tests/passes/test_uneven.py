@@ -22,6 +22,7 @@ from fo_compiler.runtime import ops
 from fo_compiler.testing import assert_equivalent
 from tests.graphs import c10d, capture
 from tests.passes.helpers import aten, rewritten, sites, tensors
+from tests.tapers import ragged
 
 Program = Callable[["Rank"], Callable[..., tuple[Tensor, ...]]]
 
@@ -157,12 +158,19 @@ def test_a_step_gives_the_values_and_gradients_of_the_plain_graph(data: st.DataO
     ranks, dim = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 1))
     size = data.draw(st.integers(2, 14).filter(lambda size: size % ranks != 0 and size > share_of(size, ranks)))
     options = {
-        "schedule": data.draw(st.sampled_from(["ring", "direct"])),
+        "schedule": data.draw(st.sampled_from(["ring", "direct", "tapered"])),
         "slices_per_rank": data.draw(st.sampled_from([1, 2, 3])),
     }
     merged = data.draw(st.booleans())
     records, _ = run(lambda on: step(on, dim, merged), size, ranks, dim, **options)
     assert all(record.rewritten for record in records), records
+
+
+@pytest.mark.parametrize("size", [10, 13])
+def test_shares_that_are_not_equal_may_travel_in_pieces_of_any_size(size: int) -> None:
+    with ragged(size):
+        records, _ = run(lambda on: step(on, 0, False), size, 3, 0, schedule="tapered", slices_per_rank=4)
+    assert any("tapered (" in (record.schedule or "") for record in records), records
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -48,7 +48,7 @@ def case(seed: int, blocks: int) -> tuple[int, list[str], Options]:
     generator = random.Random(seed)
     ranks = generator.choice([2, 3, 4])
     names = [f"{generator.choice(KINDS)} {generator.choice(list(GROUPS[ranks]))}" for _ in range(blocks)]
-    schedule, m = generator.choice(["auto", "ring", "direct"]), generator.choice([1, 2])
+    schedule, m = generator.choice(["auto", "ring", "direct", "tapered"]), generator.choice([1, 2, 4])
     return ranks, names, Options(rewrite="always", schedule=schedule, slices_per_rank=m)
 
 

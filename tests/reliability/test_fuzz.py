@@ -24,7 +24,7 @@ NIGHTLY_EXAMPLES = int(os.environ.get("FO_FUZZ_EXAMPLES", "10000"))
 forced = st.builds(
     Options,
     rewrite=st.just("always"),
-    schedule=st.sampled_from(["auto", "ring", "direct", "library"]),
+    schedule=st.sampled_from(["auto", "ring", "direct", "tapered", "library"]),
     slices_per_rank=st.sampled_from([1, 1, 2, 3]),
 )
 cases = st.sampled_from([2, 2, 3, 4]).flatmap(lambda ranks: st.tuples(st.just(ranks), recipes(ranks)))
