@@ -186,6 +186,22 @@ def slices_table() -> Table:
     return table
 
 
+def pieces_table() -> Table:
+    """Pieces that shrink beside slices of one size, where a post takes 2 % of the compute of a block."""
+    table = [["N", "T_comm / T_comp", "bound (ms)", "equal slices", "ms", "in pieces", "ms"]]
+    for ranks in (2, 4, 8):
+        block_us = COMPUTE_US / ranks
+        machine = simple_machine(post_us=0.02 * block_us)
+        for ratio in (0.5, 0.9, 1.0, 1.3, 2.0):
+            region = Region(lambda m, us=block_us: us / m, ratio * COMPUTE_US / (ranks - 1) * 1e3)  # type: ignore[misc]
+            equal, pieces = (
+                choose(Kind.ALL_GATHER, machine, ranks, region, in_pieces=True, units=units) for units in (None, 32)
+            )
+            best = [(choice.best.name, ms(choice.best.predicted_us)) for choice in (equal, pieces) if choice.best]
+            table.append([str(ranks), f"{ratio:.1f}", ms(pieces.bound.us), *best[0], *best[1]])
+    return table
+
+
 def tables(sizes: Sequence[int]) -> dict[str, Callable[[], Table]]:
     return {
         "paper": paper_table,
@@ -195,6 +211,7 @@ def tables(sizes: Sequence[int]) -> dict[str, Callable[[], Table]]:
         "reduce_scatter": lambda: groups_table(Kind.REDUCE_SCATTER, sizes),
         "kinds": lambda: kinds_table(8),
         "slices": slices_table,
+        "pieces": pieces_table,
     }
 
 

@@ -36,6 +36,7 @@ _SLICES_PER_RANK = {Kind.ALL_GATHER_OUT: (2, 4, 8, 16)}  # where a rank cuts its
 LARGE_GROUP = 16  # ranks; beyond, what is far behind as a rule is not even simulated
 HUGE_GROUP = 128  # ranks
 FAR_BEHIND = 1.5  # times the fastest candidate
+WORTH_PIECES = 0.002  # what more or unequal pieces have to gain: the model does not see all that they cost
 DEFAULT_CHUNKS = 8  # of the k-slice overlap that is reported for comparison
 
 
@@ -274,8 +275,7 @@ def choose(
         for family in tapers if bounds[units].us < fastest_us else ():
             for schedule in tapered(kind, family, machine, ranks, units, cost):
                 consider(schedule, cost, bounds[units])
-    # A part in a million is no difference: the candidate named first is the simpler one.
-    best = next((c for c in candidates if c.predicted_us <= fastest_us * (1 + 1e-6)), None)
+    best = _best(candidates)
     bound = min(bounds.values(), key=lambda bound: bound.us, default=Bound(whole_us, "its compute"))
     rewrite = best is not None and ranks > 1 and best.predicted_us < plain_us * (1 - margin)
     return Choice(
@@ -288,6 +288,16 @@ def choose(
         communication_us,
         tuple(candidates),
     )
+
+
+def _best(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The fastest; where there is no difference the one that is named first, which is simpler."""
+    best: Candidate | None = None
+    for candidate in candidates:
+        least_gain = WORTH_PIECES if candidate.schedule.family in TAPERS else 1e-6
+        if best is None or candidate.predicted_us < best.predicted_us * (1 - least_gain):
+            best = candidate
+    return best
 
 
 def _reason(

@@ -31,18 +31,21 @@ TAPERED, TAPERED_DIRECT = (
 TAPERS = (TAPERED, TAPERED_DIRECT)
 UNITS = 32  # slices of a block
 STEPS = 12  # of the search for the time at which all is done
-LATER = (1.0, 1.005, 1.02)
+LATER = (1.0, 1.002, 1.005, 1.02)  # times that are tried: the first, and those a little later
 
 Cuts = tuple[tuple[int, ...], ...]  # for each distance from 1 on, the sizes of the pieces of a block
 Piece = tuple[int, int, int]  # distance of its owner, first slice within the block, slices
 
 
 def tapered(kind: Kind, family: str, machine: Machine, ranks: int, units: int, cost: RegionCost) -> Iterator[Schedule]:
-    """Schedules of blocks of `units` slices, to be tried. `cost` is that of a slice, and of several in one piece."""
+    """Schedules of blocks of `units` slices, to be tried: fewer pieces first.
+
+    `cost` is that of a slice, and of several in one piece.
+    """
     times = _Times.of(machine, ranks, units, cost)
     straight = kind.is_all_to_all or family == TAPERED_DIRECT
-    ways = {cuts: None for rest in (0, max(1, units // 8)) for cuts in _all_cuts(times, ranks - 1, units, rest)}
-    for cuts in ways:
+    ways = {cuts for rest in (0, max(1, units // 8)) for cuts in _all_cuts(times, ranks - 1, units, rest)}
+    for cuts in sorted(ways, key=lambda cuts: (sum(map(len, cuts)), cuts)):
         for across in (True, False) if straight else (True,):
             yield in_pieces(kind, family, ranks, units, cuts, across)
 
