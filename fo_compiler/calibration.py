@@ -132,6 +132,16 @@ COLLECTIVES: dict[Kind, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+def _in_a_row(size_bytes: int) -> int:
+    """How many messages are timed together, so that a late start, or a burst that a limited link lets through, matters less."""
+    return max(3, min(20, 1_000_000 // max(size_bytes, 1)))
+
+
+def _repeated(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
 class Calibrator:
     """Measures the default process group. `device` is where tensors live; `repeats` of each measurement, median taken."""
 
@@ -164,7 +174,7 @@ class Calibrator:
         above, below = (self.rank + shift) % self.ranks, (self.rank - shift) % self.ranks
         sends = both or self.rank % 2 == 0
         receives = both or below % 2 == 0
-        in_a_row = max(3, min(20, 1_000_000 // max(size_bytes, 1)))  # so that a late start or a burst matters less
+        in_a_row = _in_a_row(size_bytes)
 
         def once() -> None:
             for _ in range(in_a_row):
@@ -188,8 +198,9 @@ class Calibrator:
                 for size in sizes:
                     part = torch.ones(max(size // 4, 1), device=self.device)
                     whole = part.repeat(self.ranks)
-                    once = partial(run, part, whole)
-                    samples.append((float(size), max(self._gathered(self._median_us(once)))))
+                    in_a_row = _in_a_row(size)
+                    once = partial(_repeated, partial(run, part, whole), in_a_row)
+                    samples.append((float(size), max(self._gathered(self._median_us(once))) / in_a_row))
             except (RuntimeError, NotImplementedError):  # the same on all ranks: the backend lacks it
                 continue
             fits[kind] = fit_link(samples)
