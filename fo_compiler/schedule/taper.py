@@ -24,10 +24,8 @@ from .network import BYTES_PER_US_PER_GBPS, Uniform
 from .simulate import RegionCost
 from .transform import OWN_ALONE, reverse, transposed
 
-TAPERED, TAPERED_DIRECT = (
-    "tapered",
-    "tapered_direct",
-)  # round the ring, where blocks can be passed on; straight from the owner
+TAPERED = "tapered"  # round the ring, where blocks can be passed on
+TAPERED_DIRECT = "tapered_direct"  # straight from the owner
 TAPERS = (TAPERED, TAPERED_DIRECT)
 UNITS = 32  # slices of a block
 STEPS = 12  # of the search for the time at which all is done
@@ -73,7 +71,8 @@ class _Times:
 def _all_cuts(times: _Times, blocks: int, units: int, rest: int) -> Iterator[Cuts]:
     """How to cut the block of each distance, in the order in which they arrive: so that all is done first, or a little later.
 
-    A little later may take fewer pieces, and is then sooner: how many there are is part of what is looked for.
+    A little later may take fewer pieces. With a `rest` no block but the last is in one piece: so much of it comes by itself, and
+    what is there before is passed on meanwhile.
     """
     arrived_us = times.start_us + blocks * units * times.transfer_us
     low = max(arrived_us, times.own_us + blocks * (units * times.slice_us + times.piece_us))
@@ -84,10 +83,8 @@ def _all_cuts(times: _Times, blocks: int, units: int, rest: int) -> Iterator[Cut
             low = middle
         else:
             high = middle
-    for later in LATER:
-        cuts = _done_by(high * later, times, arrived_us, blocks, units, rest)
-        if cuts is not None:
-            yield cuts
+    found = [_done_by(high * later, times, arrived_us, blocks, units, rest) for later in LATER]
+    yield from [cuts for cuts in found if cuts is not None] or [((units,),) * blocks]
 
 
 def _done_by(end_us: float, times: _Times, arrived_us: float, blocks: int, units: int, rest: int) -> Cuts | None:
