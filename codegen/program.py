@@ -120,7 +120,8 @@ class _Reader:
         if function.startswith(_HOST_ONLY):
             return
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        name, used = function.removeprefix("torch.ops.").removesuffix(".default"), self._used(*call.args)
+        name = function.removeprefix("torch.ops.").removesuffix(".default").removesuffix(".direct")
+        used = self._used(*call.args)
         reads, writes, holds = used, frozenset[str](), frozenset[str]()
         streams: dict[str, Any] = {}
         if function.startswith(_OURS):

@@ -5,7 +5,7 @@ Supported: torch 2.11 to 2.14. Importing this module is cheap: Inductor is impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
 
 from .errors import OptionError, TorchVersionError
 
@@ -45,6 +46,16 @@ def _c10d() -> Any:
     import torch.distributed.distributed_c10d as c10d
 
     return c10d
+
+
+def point_to_point(group: ProcessGroup, device: torch.device) -> Any:
+    """What sends and receives for a group on this type of device (ProcessGroup._get_backend, 2.11 to 2.14)."""
+    return group._get_backend(device)
+
+
+def has_name(group: ProcessGroup, group_name: str) -> bool:
+    """Whether a group is still what this name stands for: it may have been destroyed (distributed_c10d._world, 2.11 to 2.14)."""
+    return bool(_c10d()._world.pg_names.get(group) == group_name)
 
 
 def group_store(group: ProcessGroup) -> Store | None:
@@ -247,8 +258,42 @@ def run_after(node: fx.Node, dependencies: Iterable[fx.Node]) -> fx.Node:
     return ordered
 
 
-profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether a profiler records this thread, and the backward that it starts (torch.autograd, 2.11 to 2.14)."""
+def profiling() -> bool:
+    """Whether a profiler records in this process (torch.autograd.profiler, 2.11 to 2.14)."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """`torch.empty`, contiguous, with the dtype and device of `like`.
+
+    On a CPU by what Inductor's programs call (torch._C._dynamo.guards, 2.11 to 2.14): with cold caches `torch.empty`
+    takes 0.06 ms, this a third of it.
+    """
+    if not like.is_cpu:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    strides, stride = (), 1
+    for size in reversed(shape):
+        strides, stride = (stride, *strides), stride * (size or 1)
+    made: torch.Tensor = _empty_strided_cpu(tuple(shape), strides, like.dtype)
+    return made
+
+
+def emits_direct_call(op: torch._ops.OpOverload) -> None:
+    """Let Inductor's Python programs call `torch.ops.<name>.direct`, a plain function, where the graph has an op.
+
+    By the registry of torch._inductor.codegen.custom_extern_kernel_codegen (2.11 to 2.14). C++ programs (`cpp_wrapper`)
+    do not ask it for ops of ours.
+    """
+    from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+    from torch._inductor.virtualized import V
+
+    name = f"torch.ops.{op.namespace}.{op._opname}"
+
+    def emit(node: Any, _writeline: Callable[[str], None]) -> None:
+        node.python_kernel_name = f"{name}.direct"  # which the registry does not have, so it is written as any other
+        V.graph.wrapper_code.generate_fallback_kernel(node)
+
+    CUSTOM_EXTERN_KERNEL_CODEGEN.setdefault(f"{name}.{op._overloadname}", CustomCodegen(python=emit))
 
 
 def has_float32_products(device: torch.device) -> bool:

@@ -359,6 +359,7 @@ def _announce(graph: Graph, published: GraphRecords) -> None:
     The op stands by itself. It must not hand a tensor on: an alias of what a collective sends is one more name for
     memory that Inductor may let the collective write to.
     """
+    ops.call_directly()
     tensors = (node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
     anchor = next(tensors)
     with graph.inserting_after(anchor if anchor.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]):

@@ -84,7 +84,7 @@ def compiled(
 
 def launches(code: str) -> list[str]:
     """What the generated code launches, in order: exchange, wait, mm, other kernels by name."""
-    pattern = r"torch\.ops\.fo_compiler\.(exchange|wait)\.default\(|(extern_kernels\.\w+|cpp_fused\w*)\("
+    pattern = r"torch\.ops\.fo_compiler\.(exchange|wait)\.direct\(|(extern_kernels\.\w+|cpp_fused\w*)\("
     called = code[code.index("def call(") :]
     return [(a or b).removeprefix("extern_kernels.") for a, b in re.findall(pattern, called)]
 
@@ -416,7 +416,9 @@ def test_a_tensor_in_flight_is_not_overwritten_before_the_wait() -> None:
 
 def test_the_receive_buffer_is_kept_until_its_last_reader() -> None:
     _, code = compiled(gathered_matmul, ALWAYS)
-    for wait, buffer in re.findall(r"(\w+) = torch\.ops\.fo_compiler\.wait\.default\((\w+),", code):
+    waits = re.findall(r"(\w+) = torch\.ops\.fo_compiler\.wait\.direct\((\w+),", code)
+    assert len(waits) == RANKS - 1
+    for wait, buffer in waits:
         after = code[code.index(f"{wait} = torch.ops.fo_compiler.wait") :]
         renamed = re.search(rf"(\w+) = {wait}\n", after)  # not since torch 2.14
         reader = after.index(f"mm({renamed[1] if renamed else wait},")

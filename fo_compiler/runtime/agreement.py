@@ -102,9 +102,9 @@ class Agreements:
             self._groups[key] = groups
         return groups
 
-    def is_settled(self, payload: str) -> bool:
-        """Whether a graph without transfers has been agreed on: nothing is left to do before it runs."""
-        return self._groups.get(payload_key(payload)) == ()
+    def agreed(self, payload: str) -> tuple[str, ...] | None:
+        """What `before_run` has returned for a graph; None if it has not been asked."""
+        return self._groups.get(payload_key(payload))
 
     def agree(self, meetings: Meetings, group_name: str, mine: Decisions) -> None:
         """Compare decisions with the other ranks, unless they have been; raises AgreementError on all ranks."""

@@ -9,6 +9,9 @@
 reuses its memory while it is being read. `wait` returns an alias of `recv`: what reads the data depends on the wait,
 and no copy is made. Nothing is mutated, as far as the graph can see.
 
+Inductor's Python programs call them without torch's dispatcher, as `exchange.direct` and so on (`call_directly`). A rank that
+comes from its compute has cold caches: the way through the dispatcher to a Python function takes it 0.05 ms more then.
+
 On a device with streams the graph says on which one a transfer runs (`runtime/streams.py`, `passes/streams.py`): `stream`
 is where it is launched, `after` are the events that it runs behind, `event` is the one that it records.
 """
@@ -16,9 +19,9 @@ is where it is launched, `after` are the events that it runs behind, `event` is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +29,12 @@ from torch.fx.node import has_side_effect
 
 from ..errors import TransferError
 from ..records import is_recording, publish_payload
+from ..torch_adapter import emits_direct_call, empty, profiling
 from . import streams
 from .failures import transfer_failure
 from .late_flags import check_late_flags
 from .profile import transfer_range
-from .transport import Transfer, current_transport
+from .transport import Transfer, Transport, current_transport
 
 _LIBRARY = torch.library.Library("fo_compiler", "DEF")
 # A transfer is ordered by the graph, and takes any strides: what is sent is made contiguous below.
@@ -40,20 +44,28 @@ _LIBRARY.define(
     tags=(torch.Tag.flexible_layout,),
 )
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent, *, int[] after=[]) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
-# Its result says that it ran; it only takes a tensor to know the device.
+# It takes a tensor to know the device, and returns one without elements: Inductor keeps no order behind an op that has no result.
 _LIBRARY.define("announce(Tensor anchor, str records) -> Tensor", tags=(torch.Tag.flexible_layout,))
+_ANNOUNCED = torch.empty(
+    0, dtype=torch.uint8, device="cpu"
+)  # said, as this may be imported inside of torch.device("meta")
 
 
-class _InFlight(NamedTuple):
-    """A transfer, until it is awaited, or its receive buffer is no more: then the step has failed half-way."""
+class _InFlight(weakref.ref[Tensor]):
+    """A transfer, until it is awaited, or its receive buffer is no more: then the step has failed half-way.
 
+    It is the reference to that buffer itself, so that there is one object to make for each transfer.
+    """
+
+    __slots__ = ("address", "group_name", "label", "transfer")
+    address: int
     transfer: Transfer
     label: str
     group_name: str
-    buffer: weakref.ref[Tensor]  # takes this out of the table
 
 
-# Address of the receive buffer's storage -> its transfer. Threads add and take items of their own: a dict needs no lock.
+# Address of the receive buffer's storage, which is that of the buffer unless it is empty -> its transfer. Threads add and take
+# items of their own: a dict needs no lock.
 _pending: dict[int, _InFlight] = {}
 
 
@@ -61,11 +73,12 @@ _pending: dict[int, _InFlight] = {}
 class _Launched:
     """A transfer that a side stream has been given: its event says when it is done, and the host waits for nothing."""
 
-    sent: Tensor  # alive until the event is waited for; it may be a contiguous copy
+    sent: Tensor | None  # alive until the event is waited for; it may be a contiguous copy
+    device: torch.device
     event: torch.cuda.Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.sent.device).wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 def _exchange(
@@ -82,56 +95,75 @@ def _exchange(
     transport: str = "c10d",
 ) -> Tensor:
     shape = send.shape if shape is None else shape
-    recv = torch.empty(shape, dtype=send.dtype, device=send.device)
-    if not recv.numel():  # never without memory, so that the address of an empty buffer is its own, too
-        recv = torch.empty(1, dtype=send.dtype, device=send.device)[:0].view(shape)
+    recv = empty(shape, send)
+    if 0 in shape:  # never without memory, so that the address of an empty buffer is its own, too
+        recv = empty((1,), send)[:0].view(shape)
     sent = send if send.is_contiguous() else send.contiguous()
     outgoing, incoming = (sent, dst) if dst >= 0 else None, (recv, src) if src >= 0 else None
     way = current_transport(transport)
     transfer: Transfer
     try:
-        with transfer_range("post", label, recv):
-            if event == streams.NO_EVENT:
-                transfer = way.post(group_name, outgoing, incoming)
-            else:
-                with streams.launch(send.device, stream, after, event):
-                    way.post(group_name, outgoing, incoming).wait()  # the side stream waits
-                transfer = _Launched(sent, streams.recorded(send.device, event))
+        if event == streams.NO_EVENT and not profiling():
+            transfer = way.post(group_name, outgoing, incoming)
+        else:
+            with transfer_range("post", label, recv):
+                transfer = _post(way, group_name, outgoing, incoming, send.device, stream, after, event)
     except RuntimeError as error:
         raise transfer_failure("could not be started", label, group_name, error) from error
-    address = _address(recv)
-    buffer = weakref.ref(recv, lambda _: _drop(address))
-    _pending[address] = _InFlight(transfer, label, group_name, buffer)
+    entry = _InFlight(recv, _drop)
+    address = recv.data_ptr() or recv.untyped_storage().data_ptr()
+    entry.address, entry.transfer, entry.label, entry.group_name = address, transfer, label, group_name
+    _pending[address] = entry
     return recv
 
 
-def _drop(address: int) -> None:
+def _post(
+    way: Transport,
+    group_name: str,
+    outgoing: tuple[Tensor, int] | None,
+    incoming: tuple[Tensor, int] | None,
+    device: torch.device,
+    stream: int,
+    after: Sequence[int],
+    event: int,
+) -> Transfer:
+    if event == streams.NO_EVENT:
+        return way.post(group_name, outgoing, incoming)
+    with streams.launch(device, stream, after, event):
+        way.post(group_name, outgoing, incoming).wait()  # the side stream waits
+    return _Launched(outgoing and outgoing[0], device, streams.recorded(device, event))
+
+
+def _drop(entry: _InFlight) -> None:
     """Forget a transfer whose buffer is no more; a side stream that still writes to it comes before what is next there."""
-    entry = _pending.pop(address, None)
-    if entry is not None and isinstance(entry.transfer, _Launched):
+    if _pending.pop(entry.address, None) is not None and isinstance(entry.transfer, _Launched):
         entry.transfer.wait()
 
 
 def _wait(recv: Tensor, sent: Tensor, *, after: Sequence[int] = ()) -> Tensor:
-    entry = _pending.pop(_address(recv), None)
+    return _await(recv, sent, after=after).detach()  # the cheapest alias: an op may not return an input itself
+
+
+def _await(recv: Tensor, sent: Tensor, *, after: Sequence[int] = ()) -> Tensor:
+    """Wait for the transfer of a receive buffer, and return the buffer."""
+    entry = _pending.pop(recv.data_ptr(), None) or _pending.pop(recv.untyped_storage().data_ptr(), None)
     if entry is None:
         raise TransferError(
             f"waited for a transfer that is not pending (a tensor of shape {tuple(recv.shape)}): "
             "either it was awaited twice, or its exchange did not run."
         )
     try:
-        with transfer_range("wait", entry.label, recv):
-            if after:
-                streams.join(recv.device, after)
-            else:
-                entry.transfer.wait()
+        if after or profiling():
+            with transfer_range("wait", entry.label, recv):
+                if after:
+                    streams.join(recv.device, after)
+                else:
+                    entry.transfer.wait()
+        else:
+            entry.transfer.wait()
     except RuntimeError as error:
         raise transfer_failure("failed", entry.label, entry.group_name, error) from error
-    return recv.detach()  # an alias, made with the least overhead
-
-
-def _address(recv: Tensor) -> int:
-    return recv.untyped_storage().data_ptr()
+    return recv
 
 
 def _exchange_fake(send: Tensor, *_: object, shape: Sequence[int] | None = None, **__: object) -> Tensor:
@@ -141,14 +173,17 @@ def _exchange_fake(send: Tensor, *_: object, shape: Sequence[int] | None = None,
 def _announce(anchor: Tensor, records: str) -> Tensor:
     check_late_flags()
     transport = current_transport()
-    if is_recording() or not transport.agreements.is_settled(records):
+    groups = None if is_recording() else transport.agreements.agreed(records)
+    if groups is None:
         publish_payload(records)
-        transport.begin(transport.agreements.before_run(transport, records))
-    return _announce_fake(anchor, records)
+        groups = transport.agreements.before_run(transport, records)
+    if groups:
+        transport.begin(groups)
+    return _ANNOUNCED if anchor.is_cpu else _announce_fake(anchor, records)
 
 
 def _announce_fake(anchor: Tensor, records: str) -> Tensor:
-    return torch.empty(1, dtype=torch.uint8, device=anchor.device)
+    return torch.empty(0, dtype=torch.uint8, device=anchor.device)
 
 
 def _alias(tensor: Tensor, *_: object, **__: object) -> Tensor:
@@ -172,3 +207,13 @@ exchange = torch.ops.fo_compiler.exchange.default
 wait = torch.ops.fo_compiler.wait.default
 announce = torch.ops.fo_compiler.announce.default
 has_side_effect(announce)  # nobody reads its result
+# What a program of Inductor calls in their place: see `call_directly`.
+_DIRECT: dict[torch._ops.OpOverload, Callable[..., Any]] = {exchange: _exchange, wait: _await, announce: _announce}
+for _op, _function in _DIRECT.items():
+    _op._overloadpacket.direct = _function  # type: ignore[attr-defined]
+
+
+def call_directly() -> None:
+    """From now on, Inductor's Python programs call the ops of this module as the Python functions that they are."""
+    for op in _DIRECT:
+        emits_direct_call(op)

@@ -14,14 +14,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_adapter import coalesces, group_store, group_timeout, prefixed, resolve_process_group
+from ..torch_adapter import (
+    coalesces,
+    group_store,
+    group_timeout,
+    has_name,
+    point_to_point,
+    prefixed,
+    resolve_process_group,
+)
 from .agreement import Agreements, Meeting
 
 
@@ -80,11 +88,16 @@ class _C10dTransfer:
             self._run.abandoned.append((self._run.number, self._works, self._memory, self._sending))
 
 
-class _Sender:
-    """A thread that posts sends: where the receiver waits already, posting one copies the message into the socket.
+# What is no larger is sent by the thread that posts it. Where the receiver waits already, gloo copies the message into the
+# socket then: 0.1 to 0.2 ms up to here, 0.35 ms for each MB more (two ranks, loopback); else it takes 0.02 ms. To hand it over
+# to another thread and see it begin there takes 0.1 to 0.2 ms always.
+INLINE_BYTES = 512 * 1024
 
-    That is a millisecond for 2 MB, which the rank's own work need not wait for. One thread, so that messages keep their
-    order; made when it is first needed, and again in a forked child.
+
+class _Sender:
+    """A thread that posts large sends, so that the rank's own work need not wait for the copy into the socket.
+
+    One thread, so that messages keep their order; made when it is first needed, and again in a forked child.
     """
 
     def __init__(self) -> None:
@@ -97,22 +110,28 @@ class _Sender:
             self._queue = queue.SimpleQueue()
             threading.Thread(target=_post_all, args=(self._queue,), name="fo_compiler sends", daemon=True).start()
         self._queue.put(posting)
+        posting.begun.acquire()
 
 
 class _Posting:
     """A send that the thread posts."""
 
-    def __init__(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> None:
+    def __init__(self, backend: Any, tensor: Tensor, peer: int, tag: int) -> None:
         self.tensor = tensor
-        self._group, self._peer, self._tag = group, peer, tag
+        self.begun = threading.Lock()
+        self.begun.acquire()
+        self._backend, self._peer, self._tag = backend, peer, tag
         self._work: dist.Work | None = None
         self._failure: BaseException | None = None
         self._posted = threading.Lock()
         self._posted.acquire()
 
     def run(self) -> None:
+        # Without the wait for this, the posting thread may go on to a kernel that holds the GIL, as those of Inductor for CPUs
+        # do, before this thread has it: the send would start when the kernel is done, and be hidden by nothing.
+        self.begun.release()
         try:
-            self._work = self._group.send([self.tensor], self._peer, self._tag)
+            self._work = self._backend.send([self.tensor], self._peer, self._tag)
         except BaseException as failure:
             self._failure = failure
         finally:
@@ -166,6 +185,13 @@ class _Run:
         return 1 << 30 | (self.number & 0x3FFF) << 16 | count & 0xFFFF
 
 
+class _End(NamedTuple):
+    """How messages of a group are posted for one type of device."""
+
+    group: ref[dist.ProcessGroup]
+    backend: Any  # None where a send and a receive have to be posted as one
+
+
 class C10dTransport:
     """Point-to-point transfers of the process group's own backend."""
 
@@ -173,8 +199,8 @@ class C10dTransport:
         self.agreements = Agreements()
         self._sender = _Sender()
         self._runs: defaultdict[str, _Run] = defaultdict(_Run)
-        # By group and type of device: to ask is half as dear as to receive.
-        self._coalescing: WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = WeakKeyDictionary()
+        # By name of the group and type of device: to ask each time is half as dear as to receive. None outlives its group.
+        self._ends: dict[tuple[str, str], _End] = {}
 
     def meeting(self, group_name: str) -> Meeting | None:
         group = resolve_process_group(group_name)
@@ -196,29 +222,46 @@ class C10dTransport:
         """The process group is there."""
 
     def post(self, group_name: str, send: tuple[Tensor, int] | None, recv: tuple[Tensor, int] | None) -> Transfer:
-        group, run = resolve_process_group(group_name), self._runs[group_name]
+        run = self._runs[group_name]
         if run.thread not in (0, threading.get_ident()):
             raise RuntimeError(
                 f"another thread has begun to run a graph of group {group_name!r} before this one was done; run the graphs "
                 "of a group from one thread at a time, in the same order on all ranks"
             )
-        if not self._coalesces(group, (send or recv or _NOTHING)[0].device):
-            # Straight to the process group, in half the time of the functions that check and batch.
-            received = [group.recv([recv[0]], recv[1], run.receive_tag(recv[1]))] if recv is not None else []
-            if send is None:
-                return _C10dTransfer(run, received, recv and recv[0], None)
-            posting = _Posting(group, *send, run.send_tag(send[1]))
+        group, backend = self._end(group_name, (send or recv or _NOTHING)[0])
+        if backend is None:
+            # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
+            ops = [
+                dist.P2POp(op, tensor, group=group, group_peer=peer) for op, (tensor, peer) in _directions(send, recv)
+            ]
+            return _C10dTransfer(run, dist.batch_isend_irecv(ops), recv and recv[0], send and send[0])
+        # Straight to the backend, in a third of the time of the functions that check, dispatch and batch.
+        works = [backend.recv([recv[0]], recv[1], run.receive_tag(recv[1]))] if recv is not None else []
+        if send is None:
+            return _C10dTransfer(run, works, recv and recv[0], None)
+        tensor, peer = send
+        if tensor.nbytes > INLINE_BYTES:
+            posting = _Posting(backend, tensor, peer, run.send_tag(peer))
             self._sender.post(posting)
-            return _C10dTransfer(run, received, recv and recv[0], posting)
-        # Batched, because NCCL deadlocks on a send and a receive that are not grouped.
-        ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, (tensor, peer) in _directions(send, recv)]
-        return _C10dTransfer(run, dist.batch_isend_irecv(ops), recv and recv[0], send and send[0])
+            return _C10dTransfer(run, works, recv and recv[0], posting)
+        # Before the send, which may fail: it has the memory of the receive.
+        transfer = _C10dTransfer(run, works, recv and recv[0], tensor)
+        works.append(backend.send([tensor], peer, run.send_tag(peer)))
+        return transfer
 
-    def _coalesces(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        by_device = self._coalescing.setdefault(group, {})
-        if device.type not in by_device:
-            by_device[device.type] = coalesces(group, device)
-        return by_device[device.type]
+    def _end(self, group_name: str, like: Tensor) -> tuple[dist.ProcessGroup, Any]:
+        key = group_name, "cpu" if like.is_cpu else like.device.type
+        end = self._ends.get(key)
+        group = end and end.group()
+        if end is None or group is None or not has_name(group, group_name):
+            group = resolve_process_group(group_name)
+            backend = None if coalesces(group, like.device) else point_to_point(group, like.device)
+            end = self._ends[key] = _End(ref(group, lambda gone: self._forget(key, gone)), backend)
+        return group, end.backend
+
+    def _forget(self, key: tuple[str, str], gone: ref[dist.ProcessGroup]) -> None:
+        if key in self._ends and self._ends[key].group is gone:
+            del self._ends[key]
 
 
 _NOTHING = (torch.empty(0), -1)
@@ -235,11 +278,12 @@ def _directions(
 
 _default: Transport = C10dTransport()
 _of_thread = threading.local()
+_chosen: list[Transport] = []  # of all threads; while there is none, no thread needs to be asked, which is slow
 
 
 def current_transport(name: str = "c10d") -> Transport:
     """The transport of this name, `c10d` or `copy_engine`; or what `use_transport` says, for all names."""
-    chosen: Transport | None = getattr(_of_thread, "transport", None)
+    chosen: Transport | None = getattr(_of_thread, "transport", None) if _chosen else None
     return chosen or (_default if name == "c10d" else _copy_engine())
 
 
@@ -254,8 +298,10 @@ def _copy_engine() -> Transport:
 def use_transport(transport: Transport) -> Iterator[None]:
     """Use `transport` in this thread, inside the block."""
     before = getattr(_of_thread, "transport", None)
+    _chosen.append(transport)
     _of_thread.transport = transport
     try:
         yield
     finally:
         _of_thread.transport = before
+        _chosen.remove(transport)

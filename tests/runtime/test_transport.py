@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fo_compiler.runtime import transport
-from fo_compiler.runtime.transport import C10dTransport, current_transport
-from fo_compiler.torch_adapter import fake_process_group
+from fo_compiler.runtime.transport import INLINE_BYTES, C10dTransport, current_transport
+from fo_compiler.torch_adapter import fake_process_group, init_fake_process_group
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[FakeWork]:
 
 
 class FakeGroup:
-    """A group that needs no batches. Sends fail where `failure` is set."""
+    """A group that needs no batches, and its backend. Sends fail where `failure` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
@@ -69,32 +70,95 @@ class FakeGroup:
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> FakeGroup:
     made = FakeGroup()
-    monkeypatch.setattr(transport, "resolve_process_group", lambda name: made)
-    monkeypatch.setattr(transport, "coalesces", lambda group, device: False)
+    use(monkeypatch, made)
     return made
 
 
-def test_without_batches_the_receive_is_posted_first_and_the_send_by_another_thread(group: FakeGroup) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, made: FakeGroup) -> None:
+    """Let this be the group of every name."""
+    monkeypatch.setattr(transport, "resolve_process_group", lambda name: made)
+    monkeypatch.setattr(transport, "has_name", lambda group, name: group is made)
+    monkeypatch.setattr(transport, "coalesces", lambda group, device: False)
+    monkeypatch.setattr(transport, "point_to_point", lambda group, device: group)
+
+
+LARGE = INLINE_BYTES // 4 + 1  # floats that a thread sends
+
+
+@pytest.fixture(params=[2, LARGE], ids=["inline", "by the thread"])
+def message(request: pytest.FixtureRequest) -> Tensor:
+    return torch.ones(request.param)
+
+
+def test_without_batches_the_receive_is_posted_first_and_a_large_send_by_another_thread(group: FakeGroup) -> None:
     c10d = C10dTransport()
     for rank in range(20):
-        c10d.post("0", (torch.ones(2), rank), (torch.empty(2), rank)).wait()
+        c10d.post("0", (torch.ones(LARGE), rank), (torch.empty(2), rank)).wait()
     assert [rank for kind, rank, _ in group.calls if kind == "send"] == list(range(20))
     assert group.calls[0][0] == "recv"
     assert len(group.threads) == 1
     assert threading.get_ident() not in group.threads
 
 
+def test_a_small_send_is_posted_behind_its_receive_by_the_thread_that_posts_it(group: FakeGroup) -> None:
+    C10dTransport().post("0", (torch.ones(LARGE - 1), 2), (torch.empty(2), 3))
+    assert [call[:2] for call in group.calls] == [("recv", 3), ("send", 2)]
+    assert group.threads == {threading.get_ident()}
+
+
+def test_a_large_send_has_begun_when_it_is_posted_whoever_holds_the_gil_then(group: FakeGroup) -> None:
+    """What runs behind a post may hold the GIL to its end, as the kernels of Inductor for CPUs do."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10)  # nobody takes the GIL from this thread
+    try:
+        transfers = []
+        for peer in range(20):
+            transfers.append(C10dTransport().post("0", (torch.ones(LARGE), peer), None))
+            assert len(group.threads) == peer + 1
+    finally:
+        sys.setswitchinterval(interval)
+    for transfer in transfers:
+        transfer.wait()
+
+
 def test_how_a_group_posts_is_asked_once_and_again_of_another_group_of_the_same_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[FakeGroup] = []
-    monkeypatch.setattr(transport, "coalesces", lambda group, device: asked.append(group) is not None)
     c10d, groups = C10dTransport(), [FakeGroup(), FakeGroup()]
     for group in groups:  # as after destroy_process_group
-        monkeypatch.setattr(transport, "resolve_process_group", lambda name, group=group: group)
+        use(monkeypatch, group)
+        monkeypatch.setattr(transport, "point_to_point", lambda group, device: asked.append(group) or group)
         for _ in range(3):
             c10d.post("0", None, (torch.empty(2), 1)).wait()
     assert asked == groups
+    assert [len(group.calls) for group in groups] == [3, 3]
+
+
+def test_what_is_kept_of_a_group_goes_with_it(fake_world: None) -> None:
+    name = dist.group.WORLD.group_name
+    c10d = C10dTransport()
+    watch = weakref.ref(dist.group.WORLD)
+    c10d.post(name, None, (torch.empty(2), 1)).wait()
+    assert c10d._ends
+    dist.destroy_process_group()
+    gc.collect()
+    init_fake_process_group(3, 4)
+    assert watch() is None
+    assert c10d._ends == {}
+
+
+def test_a_group_that_was_destroyed_is_not_posted_to_although_somebody_holds_it(fake_world: None) -> None:
+    c10d = C10dTransport()
+    for _ in range(2):
+        held = dist.group.WORLD
+        c10d.post(held.group_name, None, (torch.empty(2), 1)).wait()
+        ((found, _),) = [(end.group(), end) for end in c10d._ends.values()]
+        assert found is held
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError):
+            c10d.post(held.group_name, None, (torch.empty(2), 1))
+        init_fake_process_group(3, 4)
 
 
 def test_a_receive_alone_needs_no_thread(group: FakeGroup) -> None:
@@ -153,15 +217,29 @@ def test_a_run_that_another_thread_interrupts_ends_in_an_error(group: FakeGroup)
     c10d.post("0", None, (torch.ones(2), 1)).wait()
 
 
-def test_a_send_that_cannot_be_posted_fails_where_it_is_awaited(group: FakeGroup) -> None:
+def test_a_large_send_that_cannot_be_posted_fails_where_it_is_awaited(group: FakeGroup) -> None:
     group.failure = RuntimeError("no route")
-    transfer = C10dTransport().post("0", (torch.ones(2), 1), None)
+    transfer = C10dTransport().post("0", (torch.ones(LARGE), 1), None)
     with pytest.raises(RuntimeError, match="no route"):
         transfer.wait()
 
 
-def test_a_tensor_sent_by_the_thread_lives_until_the_transfer_is_awaited(group: FakeGroup) -> None:
-    sent = torch.ones(2)
+def test_a_small_send_that_cannot_be_posted_fails_at_once_and_keeps_the_memory_of_its_receive(group: FakeGroup) -> None:
+    """The receive is posted by then: a message may still arrive."""
+    group.failure = RuntimeError("no route")
+    c10d, received, gone = C10dTransport(), torch.empty(2), list[str]()
+    weakref.finalize(received.untyped_storage(), gone.append, "received")
+    with pytest.raises(RuntimeError, match="no route"):
+        c10d.post("0", (torch.ones(2), 1), (received, 1))
+    del received
+    group.failure = None  # with the frames that it was raised in
+    gc.collect()
+    assert len(c10d._runs["0"].abandoned) == 1
+    assert gone == []
+
+
+def test_a_sent_tensor_lives_until_the_transfer_is_awaited(group: FakeGroup, message: Tensor) -> None:
+    sent = message.clone()
     watch: weakref.ref[Tensor] = weakref.ref(sent)
     transfer = C10dTransport().post("0", (sent, 0), None)
     del sent
@@ -173,13 +251,13 @@ def test_a_tensor_sent_by_the_thread_lives_until_the_transfer_is_awaited(group: 
 
 
 def test_a_transfer_that_nobody_awaits_keeps_its_memory_until_its_message_cannot_come_any_more(
-    group: FakeGroup,
+    group: FakeGroup, message: Tensor
 ) -> None:
     """What arrives late must not be written into a tensor that has the memory now."""
     c10d = C10dTransport()
     c10d.begin(["0"])
     gone: list[str] = []
-    received, sent = torch.empty(2), torch.ones(2)
+    received, sent = torch.empty(2), message.clone()
     weakref.finalize(received.untyped_storage(), gone.append, "received")
     weakref.finalize(sent, gone.append, "sent")
     c10d.post("0", (sent, 1), (received, 1))
