@@ -271,7 +271,8 @@ def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """
     if not like.is_cpu:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    strides, stride = (), 1
+    strides: tuple[int, ...] = ()
+    stride = 1
     for size in reversed(shape):
         strides, stride = (stride, *strides), stride * (size or 1)
     made: torch.Tensor = _empty_strided_cpu(tuple(shape), strides, like.dtype)
