@@ -364,6 +364,7 @@ def test_an_uneven_or_empty_size_does_not_crash(function: Callable[..., Tensor])
 def test_each_transfer_of_a_gather_starts_before_the_matmul_that_hides_it(schedule: str) -> None:
     _, code = compiled(gathered_matmul, {**ALWAYS, "schedule": schedule})
     assert launches(code) == ["exchange", "mm", "wait"] * (RANKS - 1) + ["mm"]
+    assert code.index("ops.fo_compiler.announce.direct(") < code.index("ops.fo_compiler.exchange.direct(")
 
 
 def test_matmuls_after_a_gather_write_in_place_of_the_joined_buffer() -> None:

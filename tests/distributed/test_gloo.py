@@ -57,6 +57,11 @@ def test_a_tensor_that_is_sent_may_be_changed_afterwards(world: Worlds) -> None:
     assert rewritten(records) == 1
 
 
+def test_small_and_large_messages_arrive_in_order(world: Worlds) -> None:
+    for rank, seen in enumerate(world(2).run(checks.messages_of_both_sizes)):
+        assert seen == [[round(1 - rank + 0.1 * step, 3)] * 2 for step in range(6)]
+
+
 def test_collectives_of_user_code_are_found(world: Worlds) -> None:
     records = agreed(world(2).run(checks.user_code, True))
     assert rewritten(records) == len(records) == 5
