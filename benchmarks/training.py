@@ -59,8 +59,8 @@ COLLECTIVES = {
     "all_reduce": Kind.ALL_REDUCE,
     "all_to_all_single": Kind.ALL_TO_ALL,
 }
-# Ops in which a rank stands still for communication, or starts it. gloo's own run in threads of its own.
-COMMUNICATION = ("_c10d_functional::", "fo_compiler::exchange", "fo_compiler::wait")
+# Ops and ranges in which a rank stands still for communication, or starts it. gloo's own run in threads of its own.
+COMMUNICATION = ("_c10d_functional::", "fo_compiler post ", "fo_compiler wait ")
 Step = Callable[[int], float]
 
 

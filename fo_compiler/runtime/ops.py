@@ -46,9 +46,8 @@ _LIBRARY.define(
 _LIBRARY.define("wait(Tensor(a) recv, Tensor sent, *, int[] after=[]) -> Tensor(a)", tags=(torch.Tag.flexible_layout,))
 # It takes a tensor to know the device, and returns one without elements: Inductor keeps no order behind an op that has no result.
 _LIBRARY.define("announce(Tensor anchor, str records) -> Tensor", tags=(torch.Tag.flexible_layout,))
-_ANNOUNCED = torch.empty(
-    0, dtype=torch.uint8, device="cpu"
-)  # said, as this may be imported inside of torch.device("meta")
+# The device is said, as this may be imported inside of torch.device("meta").
+_ANNOUNCED = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _InFlight(weakref.ref[Tensor]):

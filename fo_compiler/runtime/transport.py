@@ -92,6 +92,7 @@ class _C10dTransfer:
 # socket then: 0.1 to 0.2 ms up to here, 0.35 ms for each MB more (two ranks, loopback); else it takes 0.02 ms. To hand it over
 # to another thread and see it begin there takes 0.1 to 0.2 ms always.
 INLINE_BYTES = 512 * 1024
+BEGINS_S = 0.0003  # how long a rank waits for a send to begin; where all cores are busy it may take longer, and goes on without
 
 
 class _Sender:
@@ -110,7 +111,7 @@ class _Sender:
             self._queue = queue.SimpleQueue()
             threading.Thread(target=_post_all, args=(self._queue,), name="fo_compiler sends", daemon=True).start()
         self._queue.put(posting)
-        posting.begun.acquire()
+        posting.begun.acquire(timeout=BEGINS_S)
 
 
 class _Posting:
