@@ -25,8 +25,8 @@ class Edit:
     def __init__(self, graph: Graph, before: Node) -> None:
         self.graph = graph
         self.before = before
-        inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-        self.fake_mode = next((x.fake_mode for x in inputs if hasattr(x, "fake_mode")), None)
+        values = (node.meta.get("val") for node in graph.nodes)
+        self.fake_mode = next((x.fake_mode for x in values if hasattr(x, "fake_mode")), None)
         self.created: list[Node] = []
         self.replaced: list[tuple[Node, Node]] = []
         # Old nodes in graph order: those that nothing reads any more go when the edit is kept.

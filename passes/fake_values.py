@@ -1,16 +1,16 @@
 """Fake values of new nodes: what an op yields, remembered for arguments that look the same.
 
-Slices are alike, and so are layers: most nodes that a rewrite makes look like an earlier one. To ask torch takes 0.2 to 1 ms a node,
-also where torch itself remembers the answer; this takes a tenth of that.
+Slices are alike, and so are layers: most nodes that a rewrite makes look like an earlier one. To ask torch takes 0.2 to 1 ms
+a node, also where torch itself remembers the answer; this takes a tenth of that.
 
-Only sizes and strides are remembered. Each node gets a tensor of its own, in memory of its own, or as a view in that of what it is
-a view of: by memory Inductor tells what may be written in place.
+Only sizes and strides are remembered. Each node gets a tensor of its own, in memory of its own, or as a view in that of what
+it is a view of: by memory Inductor tells what may be written in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -64,10 +64,8 @@ def value_of(
     if known is not None:
         return known.tensor(mode, tensors)
     value = _called(mode, target, args, kwargs)
-    try:
+    with suppress(_Unlike):
         results[key] = _result(value, mode, tensors)
-    except _Unlike:
-        pass
     return value
 
 
