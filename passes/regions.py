@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
 from operator import getitem
 
 import torch
@@ -70,7 +70,7 @@ class Region:
     def slices(self) -> int:
         return self.site.kind.blocks(self.site.ranks) * self.slices_per_rank
 
-    @property
+    @cached_property
     def slicing(self) -> Slices:
         """How long the slices are."""
         return slices_of(self.site, self.slices_per_rank)
