@@ -426,7 +426,7 @@ def _fake() -> Any:
     return fake_tensor
 
 
-def is_plain_fake(value: torch.Tensor, mode: Any) -> bool:
+def is_plain_fake(value: Any, mode: Any) -> bool:
     """Whether sizes, strides, dtype and device, all known, say all of a fake tensor of this mode.
 
     Lives in torch._subclasses.fake_tensor, 2.11 to 2.14.
@@ -459,13 +459,13 @@ def new_fake(
     with fake.in_kernel_invocation_manager(mode):
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if memory is not None:
-            made.set_(memory.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+            made.set_(memory.untyped_storage(), offset, shape, stride)
     return fake.FakeTensor(mode, made, device)  # type: ignore[no-any-return]
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are in the same memory, fake ones too (torch._C._is_alias_of, 2.11 to 2.14)."""
-    return bool(torch._C._is_alias_of(one, other))
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined, unused-ignore]
 
 
 def fake_module(module: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:

@@ -122,8 +122,8 @@ def _result(value: Any, mode: Any, tensors: list[torch.Tensor]) -> _Result:
     if not isinstance(value, torch.Tensor) or not is_plain_fake(value, mode) or any(value is t for t in tensors):
         raise _Unlike
     view_of = next((index for index, t in enumerate(tensors) if share_memory(value, t)), None)
-    look = tuple(value.shape), value.stride(), value.dtype, value.device, value.storage_offset()
-    result = _Result(*look, view_of)
+    offset = int(value.storage_offset())
+    result = _Result(tuple(value.shape), value.stride(), value.dtype, value.device, offset, view_of)
     if view_of is None and result.tensor(mode, tensors).untyped_storage().nbytes() != value.untyped_storage().nbytes():
         raise _Unlike
     return result
