@@ -465,6 +465,55 @@ def fake_tensor_on(value: Any, device: torch.device) -> Any:
     return FakeTensor(value.fake_mode, like, device)
 
 
+@cache
+def _fake() -> Any:
+    import torch._subclasses.fake_tensor as fake_tensor
+
+    return fake_tensor
+
+
+def is_plain_fake(value: Any, mode: Any) -> bool:
+    """Whether sizes, strides, dtype and device, all known, say all of a fake tensor of this mode.
+
+    Lives in torch._subclasses.fake_tensor, 2.11 to 2.14.
+    """
+    return (
+        type(value) is _fake().FakeTensor
+        and value.fake_mode is mode
+        and value.constant is None
+        and value.real_tensor is None
+        and value.layout is torch.strided
+        and not (value._has_symbolic_sizes_strides or value.requires_grad or value.is_quantized)
+        and not (value.is_conj() or value.is_neg() or value.is_inference())
+    )
+
+
+def new_fake(
+    mode: Any,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: torch.Tensor | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """A fake tensor made without a call of an op, in memory of its own or, from `offset` on, in that of another one.
+
+    As FakeTensorMode makes one out of its cache (torch._subclasses.fake_tensor, 2.11 to 2.14).
+    """
+    fake = _fake()
+    with fake.in_kernel_invocation_manager(mode):
+        made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if memory is not None:
+            made.set_(memory.untyped_storage(), offset, shape, stride)
+    return fake.FakeTensor(mode, made, device)  # type: ignore[no-any-return]
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are in the same memory, fake ones too (torch._C._is_alias_of, 2.11 to 2.14)."""
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined, unused-ignore]
+
+
 def fake_module(module: torch.nn.Module, inputs: Iterable[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     """Put the meta tensors of a module, shards of DTensors included, on fake CPU memory; returns the mode and the inputs.
 

@@ -14,9 +14,9 @@ from torch.fx import Graph, Node
 from ..options import Options
 from ..schedule import Kind, Schedule
 from .decide import Decision, decide, decide_chain
-from .edit import Edit
+from .edit import Edit, c10d
 from .merge_sums import merge_sums
-from .regions import Region, reachable
+from .regions import Downstream, Region
 from .separability import NotSeparable
 from .sites import Groups, Site, site_of
 
@@ -65,9 +65,11 @@ def find_chain(
 
 
 def _first_scatter(gather: Site, collectives: Sequence[Node], groups: Groups) -> Site | None:
-    behind = reachable(gather.value, forward=True)
+    behind = Downstream(gather.value)
     for node in collectives:
-        scatter = site_of(node, groups) if node in behind else None
+        scatter = (
+            site_of(node, groups) if node.target is c10d.reduce_scatter_tensor.default and node in behind else None
+        )
         if isinstance(scatter, Site) and scatter.kind is Kind.REDUCE_SCATTER:
             return scatter
     return None

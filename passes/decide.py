@@ -28,7 +28,17 @@ from ..schedule.taper import TAPERED, TAPERED_DIRECT, UNITS
 from ..schedule.transform import OWN_ALONE
 from ..torch_adapter import has_float32_products
 from .attention import ROWS, product_sizes
-from .regions import NoMatmul, Region, most_slices, plan_chain, plan_region, rank_share, slices_of, ways_of
+from .regions import (
+    NoMatmul,
+    Region,
+    leads_from_matmul,
+    most_slices,
+    plan_chain,
+    plan_region,
+    rank_share,
+    slices_of,
+    ways_of,
+)
 from .rules import ATTENTIONS, FIRST_FACTOR
 from .separability import SIXTEEN_BIT, NotSeparable, example_shape, shape_of, tensor_of, tensor_operands
 from .sites import Site
@@ -109,6 +119,8 @@ def decide(site: Site, options: Options, reserved: frozenset[Node] = frozenset()
     found: list[Decision] = []
     refusals: dict[Kind, NotSeparable] = {}
     for way in ways_of(site):
+        if found and way.kind is Kind.ALL_GATHER_OUT and not leads_from_matmul(way.value):
+            continue  # it would be refused, and nobody would read why
         wide = way.kind.arrives_first and has_float32_products(tensor_of(way.value).device)
         for wide_sums in (False, True) if wide else (False,):
             try:

@@ -9,10 +9,9 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Graph, Node
 
-from ..torch_adapter import without_guards
+from .fake_values import value_of
 from .rules import aten
 from .separability import shape_of
 from .sizes import SizeNodes, as_size, quotient
@@ -26,8 +25,8 @@ class Edit:
     def __init__(self, graph: Graph, before: Node) -> None:
         self.graph = graph
         self.before = before
-        inputs = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-        self.fake_mode = next((x.fake_mode for x in inputs if hasattr(x, "fake_mode")), None)
+        values = (node.meta.get("val") for node in graph.nodes)
+        self.fake_mode = next((x.fake_mode for x in values if hasattr(x, "fake_mode")), None)
         self.created: list[Node] = []
         self.replaced: list[tuple[Node, Node]] = []
         # Old nodes in graph order: those that nothing reads any more go when the edit is kept.
@@ -36,8 +35,7 @@ class Edit:
     def call(self, target: Any, *args: Any, name: str | None = None) -> Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node("call_function", target, args, name=name)
-        with without_guards(self.fake_mode):
-            node.meta["val"] = target(*fx.map_arg(args, _value))
+        node.meta["val"] = value_of(self.graph, self.fake_mode, target, args, {})
         self.created.append(node)
         return node
 
@@ -85,7 +83,3 @@ class Edit:
         for node in reversed(self.dead):
             if not node.users:
                 self.graph.erase_node(node)
-
-
-def _value(node: Node) -> Any:
-    return node.meta["val"]

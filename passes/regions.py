@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property, partial
 from operator import getitem
 
 import torch
@@ -69,7 +70,7 @@ class Region:
     def slices(self) -> int:
         return self.site.kind.blocks(self.site.ranks) * self.slices_per_rank
 
-    @property
+    @cached_property
     def slicing(self) -> Slices:
         """How long the slices are."""
         return slices_of(self.site, self.slices_per_rank)
@@ -154,6 +155,26 @@ def ways_of(site: Site) -> tuple[Site, ...]:
     return (site,)
 
 
+def leads_from_matmul(node: Node, barren: set[Node] | None = None) -> bool:
+    """Whether a region that grows upstream through `node` may come to a matmul: not through what is taken, nor a collective.
+
+    Where it may not, all that was asked is added to `barren`, so that it need not be asked again.
+    """
+    barren = set() if barren is None else barren
+    frontier, seen = [node], {node}
+    while frontier:
+        node = frontier.pop()
+        if node in barren or _is_taken(node) or node.target is WAIT:
+            continue
+        if node.target in MATMULS:
+            return True
+        new = [operand for operand in node.all_input_nodes if operand not in seen]
+        seen.update(new)
+        frontier += new
+    barren |= seen
+    return False
+
+
 def first_matmuls(site: Site) -> list[Node]:
     """The first matmuls on each path from or to a collective: of the first way that can be planned.
 
@@ -205,7 +226,7 @@ def plan_chain(gather: Site, scatter: Site, slices_per_rank: int) -> Region:
     """
     if (gather.group_name, gather.ranks) != (scatter.group_name, scatter.ranks):
         raise NotSeparable("a chain has one group")
-    body = frozenset(reachable(gather.value, forward=True) & {scatter.value, *reachable(scatter.value, forward=False)})
+    body = between(gather.value, scatter.value)
     if not any(node.target in MATMULS for node in body):
         raise NotSeparable("no matmul between the gathered and the scattered tensor")
     reasons: list[str] = []
@@ -233,17 +254,37 @@ def _check_shares(region: Region, scatter: Site) -> None:
         raise NotSeparable("what arrives and what leaves has its uneven shards at different places")
 
 
-def reachable(start: Node, forward: bool) -> set[Node]:
-    """All that depends on `start`, or all that it depends on."""
-    found: set[Node] = set()
+def between(start: Node, end: Node) -> frozenset[Node]:
+    """All that depends on `start` and leads to `end`, with `end` where it depends on `start`."""
+    behind: set[Node] = set()
     frontier = [start]
     while frontier:
-        node = frontier.pop()
-        for other in node.users if forward else node.all_input_nodes:
-            if other not in found:
-                found.add(other)
-                frontier.append(other)
-    return found
+        new = {user for user in frontier.pop().users if user not in behind and not end < user}
+        behind |= new
+        frontier += new
+    found = {end} & behind
+    frontier += found
+    while frontier:
+        new = {operand for operand in frontier.pop().all_input_nodes if operand in behind and operand not in found}
+        found |= new
+        frontier += new
+    return frozenset(found)
+
+
+class Downstream:
+    """What depends on a node, found as far down the graph as it is asked for."""
+
+    def __init__(self, start: Node) -> None:
+        self._found: set[Node] = set()
+        self._frontier = [start]
+
+    def __contains__(self, node: Node) -> bool:
+        while self._frontier and not node < self._frontier[0]:
+            for user in heapq.heappop(self._frontier).users:
+                if user not in self._found:
+                    self._found.add(user)
+                    heapq.heappush(self._frontier, user)
+        return node in self._found
 
 
 def _no_matmul(site: Site) -> str:
@@ -413,22 +454,29 @@ def _check_reach(region: Region) -> None:
     whole = replace(region, slices_per_rank=1, members=[], splits={}, cuts={}, shared=set(), refusals=[])
     (_grow_downstream if region.is_gather else _grow_upstream)(whole)
     if len(whole.matmuls) > len(region.matmuls):
-        raise NotSeparable("; ".join(region.refusals))
+        explained = replace(region, members=[], splits={}, cuts={}, shared=set(), refusals=[])
+        (_grow_downstream if region.is_gather else partial(_grow_upstream, explain=True))(explained)
+        raise NotSeparable("; ".join(explained.refusals))
 
 
-def _grow_upstream(region: Region) -> None:
-    """Visit what the scattered tensor depends on, in reverse graph order, while a cut is left to be carried on."""
+def _grow_upstream(region: Region, explain: bool = False) -> None:
+    """Visit what the scattered tensor depends on, in reverse graph order, while a cut is left to be carried on.
+
+    What no matmul leads to (an input, a table that is computed at the start of the graph) would be trimmed. It is visited, all
+    the way back, for its refusals alone: where the region has no matmul, or to `explain`.
+    """
     site, slices = region.site, region.slicing
     row_size(shape_of(site.value), Cut(site.dim), slices)
     wanted: dict[Node, Cut] = {site.value: Cut(site.dim)}
     whole: set[Node] = set()  # the region depends on it, and reads it whole or on a path that is not cut
     frontier: list[_Latest] = [_Latest(site.value)]
     seen: set[Node] = {site.value}
-    pending = {site.value}
+    pending, trimmed, barren = {site.value}, set[Node](), set[Node]()
     passed: dict[Node, int] = {site.value: 0}  # matmuls on the shortest way to here
-    while pending:
+    while pending or (trimmed and (explain or not region.matmuls)):
         node = heapq.heappop(frontier).node
         pending.discard(node)
+        trimmed.discard(node)
         members_before = len(region.members)
         if node in wanted:
             try:
@@ -459,7 +507,7 @@ def _grow_upstream(region: Region) -> None:
             elif is_member and behind < region.depth:
                 wanted[operand] = region.splits[node].inputs[operand]
                 passed[operand] = min(behind, passed.get(operand, behind))
-                pending.add(operand)
+                (pending if leads_from_matmul(operand, barren) else trimmed).add(operand)
             if operand not in seen:
                 seen.add(operand)
                 heapq.heappush(frontier, _Latest(operand))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd, lcm, prod
 from typing import Any, TypeAlias, Union
 
@@ -139,15 +139,25 @@ class SizeNodes:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._inputs = graph.find_nodes(op="placeholder")
-        self._nodes: dict[Size, Node] = {}
-        self._last = self._inputs[-1] if self._inputs else graph.output_node()
-        for node in self._inputs:
+
+    # Not looked for before a symbolic size is asked for: most graphs have none.
+    @cached_property
+    def _inputs(self) -> list[Node]:
+        return list(self._graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def _nodes(self) -> dict[Size, Node]:
+        nodes: dict[Size, Node] = {}
+        for node in (*self._inputs, *_sizes_behind(self._inputs[-1] if self._inputs else self._graph.output_node())):
             if isinstance(node.meta.get("val"), torch.SymInt):
-                self._nodes.setdefault(_key(node), node)
-        for node in _sizes_behind(self._last):
-            self._nodes.setdefault(_key(node), node)
-            self._last = node
+                nodes.setdefault(_key(node), node)
+        return nodes
+
+    @cached_property
+    def _last(self) -> Node:
+        """The node behind which the next one is added."""
+        last = self._inputs[-1] if self._inputs else self._graph.output_node()
+        return [last, *_sizes_behind(last)][-1]
 
     def __getitem__(self, size: Size) -> int | Node:
         """A size as an argument of a node. Raises UnknownSize if it does not follow from the graph's inputs."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch import fx
 from torch.fx import Graph, Node
 
 from ..schedule import Stream
-from ..torch_adapter import without_guards
 from .attention import sliced_call
+from .fake_values import value_of
 from .regions import Region
 from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, WIDE_PRODUCT, aten, prims
 from .separability import (
@@ -89,7 +88,7 @@ class SliceWriter(ABC):
         self.which = which
         self.after = after
         # Ops that make a tensor of nothing have to be told that the tensors of this graph are fake.
-        self.fake_mode = getattr(tensor_of(region.site.value), "fake_mode", None) or nullcontext()
+        self.fake_mode = getattr(tensor_of(region.site.value), "fake_mode", None)
         self.step = 0
         self.pieces: dict[Node, dict[int, Node]] = {node: {} for node in region.read_outside()[0]}  # by slice
         self.totals: dict[Node, Node] = {}  # outputs that are sums over slices, so far
@@ -278,18 +277,13 @@ class SliceWriter(ABC):
             node = self.graph.create_node("call_function", target, args, kwargs, name=f"{self.tag}{infix}_{name}")
         if source is not None:
             node.meta.update({key: source.meta[key] for key in _KEPT_META if key in source.meta})
-        with self.fake_mode, without_guards(self.fake_mode):
-            node.meta["val"] = target(*fx.map_arg(args, _value), **fx.map_arg(kwargs, _value))
+        node.meta["val"] = value_of(self.graph, self.fake_mode, target, args, kwargs)
         node.meta["fo"] = Place(self.tag, step, stream, (of or self.site.collective).name, slice_, pinned)
         return node
 
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 _KEPT_META = ("stack_trace", "nn_module_stack", "original_aten", "from_node", "seq_nr")
-
-
-def _value(node: Node) -> Any:
-    return node.meta["val"]
 
 
 def _nested(value: Any, node_of: Callable[[Size], int | Node]) -> Any:
