@@ -88,11 +88,11 @@ class _C10dTransfer:
             self._run.abandoned.append((self._run.number, self._works, self._memory, self._sending))
 
 
-# What is no larger is sent by the thread that posts it. Where the receiver waits already, gloo copies the message into the
-# socket then: 0.1 to 0.2 ms up to here, 0.35 ms for each MB more (two ranks, loopback); else it takes 0.02 ms. To hand it over
-# to another thread and see it begin there takes 0.1 to 0.2 ms always.
-INLINE_BYTES = 512 * 1024
-BEGINS_S = 0.0003  # how long a rank waits for a send to begin; where all cores are busy it may take longer, and goes on without
+# What is no larger is sent by the thread that posts it. Where the receiver waits already, gloo copies a message into the socket
+# when it is posted, at 0.35 ms a MB (two ranks, loopback); to hand one over takes as long as 128 KB of that. A thread that was
+# waited for until its send begins took up to 0.4 ms more of each post, as long as the copy itself; so it is not, although it
+# cannot begin while the rank runs a kernel that holds the GIL (Inductor's own do on CPUs; matmuls do not).
+INLINE_BYTES = 128 * 1024
 
 
 class _Sender:
@@ -111,7 +111,6 @@ class _Sender:
             self._queue = queue.SimpleQueue()
             threading.Thread(target=_post_all, args=(self._queue,), name="fo_compiler sends", daemon=True).start()
         self._queue.put(posting)
-        posting.begun.acquire(timeout=BEGINS_S)
 
 
 class _Posting:
@@ -119,8 +118,6 @@ class _Posting:
 
     def __init__(self, backend: Any, tensor: Tensor, peer: int, tag: int) -> None:
         self.tensor = tensor
-        self.begun = threading.Lock()
-        self.begun.acquire()
         self._backend, self._peer, self._tag = backend, peer, tag
         self._work: dist.Work | None = None
         self._failure: BaseException | None = None
@@ -128,9 +125,6 @@ class _Posting:
         self._posted.acquire()
 
     def run(self) -> None:
-        # Without the wait for this, the posting thread may go on to a kernel that holds the GIL, as those of Inductor for CPUs
-        # do, before this thread has it: the send would start when the kernel is done, and be hidden by nothing.
-        self.begun.release()
         try:
             self._work = self._backend.send([self.tensor], self._peer, self._tag)
         except BaseException as failure:
