@@ -144,10 +144,8 @@ class _ScheduleWriter(SliceWriter):
         slice_ = end.slice
         if post.send is not None:
             sent = self.as_dtype(self._taken(site, held, slice_, end.count), tensor_of(site.value).dtype, slice_)
-        else:
-            sent = self._like(
-                site, held, slice_, end.count
-            )  # nothing is sent: it only says what is received looks like
+        else:  # nothing is sent: it only says what is received looks like
+            sent = self._like(site, held, slice_, end.count)
         kwargs: dict[str, Any] = {}
         if post.send is not None and post.recv is not None:
             outgoing, incoming = (self._travelling_shape(site, e.slice, e.count) for e in (post.send, post.recv))
