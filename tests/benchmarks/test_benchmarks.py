@@ -256,11 +256,11 @@ def test_exposed_time_is_that_of_communication_in_a_phase_and_counted_once() -> 
         ("phase forward", 0.0, 100.0),
         ("phase backward", 100.0, 200.0),
         ("aten::mm", 0.0, 50.0),
-        ("fo_compiler::wait", 50.0, 60.0),
+        ("fo_compiler wait region ag0 ...", 50.0, 60.0),
         ("_c10d_functional::wait_tensor", 52.0, 58.0),  # inside of it
         ("_c10d_functional::all_reduce", 120.0, 125.0),
         ("_c10d_functional::wait_tensor", 130.0, 150.0),
-        ("fo_compiler::wait", 250.0, 260.0),  # neither forward nor backward
+        ("fo_compiler wait region ag0 ...", 250.0, 260.0),  # neither forward nor backward
     ]
     assert training.exposed_us(events) == {"forward": 10.0, "backward": 25.0}
 
