@@ -104,12 +104,19 @@ class _Sender:
     def __init__(self) -> None:
         self._process = 0
         self._queue: queue.SimpleQueue[_Posting] = queue.SimpleQueue()
+        self._newest: threading.Lock | None = None  # held until the newest send is posted
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether sends wait to be posted: others must not overtake them, for what is needed first is posted first."""
+        return self._newest is not None and self._newest.locked() and self._process == os.getpid()
 
     def post(self, posting: _Posting) -> None:
         if self._process != os.getpid():
             self._process = os.getpid()
             self._queue = queue.SimpleQueue()
             threading.Thread(target=_post_all, args=(self._queue,), name="fo_compiler sends", daemon=True).start()
+        self._newest = posting.unposted
         self._queue.put(posting)
 
 
@@ -121,8 +128,8 @@ class _Posting:
         self._backend, self._peer, self._tag = backend, peer, tag
         self._work: dist.Work | None = None
         self._failure: BaseException | None = None
-        self._posted = threading.Lock()
-        self._posted.acquire()
+        self.unposted = threading.Lock()
+        self.unposted.acquire()
 
     def run(self) -> None:
         try:
@@ -130,11 +137,11 @@ class _Posting:
         except BaseException as failure:
             self._failure = failure
         finally:
-            self._posted.release()
+            self.unposted.release()
 
     def work(self) -> dist.Work:
         """The work of the send, once it is posted; raises what the posting raised."""
-        with self._posted:
+        with self.unposted:
             if self._failure is not None:
                 raise self._failure
             assert self._work is not None
@@ -235,7 +242,7 @@ class C10dTransport:
         if send is None:
             return _C10dTransfer(run, works, recv and recv[0], None)
         tensor, peer = send
-        if tensor.nbytes > INLINE_BYTES:
+        if tensor.nbytes > INLINE_BYTES or self._sender.is_busy:
             posting = _Posting(backend, tensor, peer, run.send_tag(peer))
             self._sender.post(posting)
             return _C10dTransfer(run, works, recv and recv[0], posting)

@@ -53,9 +53,12 @@ class FakeGroup:
         self.calls: list[tuple[str, int, int]] = []
         self.threads: set[int] = set()
         self.failure: Exception | None = None
+        self.gate = threading.Event()  # sends wait for it
+        self.gate.set()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
         self.threads.add(threading.get_ident())
+        assert self.gate.wait(timeout=20)
         if self.failure:
             raise self.failure
         self.calls.append(("send", rank, tag))
@@ -97,6 +100,21 @@ def test_without_batches_the_receive_is_posted_first_and_a_large_send_by_another
     assert group.calls[0][0] == "recv"
     assert len(group.threads) == 1
     assert threading.get_ident() not in group.threads
+
+
+def test_a_small_send_does_not_overtake_a_large_one(group: FakeGroup) -> None:
+    """Where pieces shrink the large ones are needed first."""
+    c10d = C10dTransport()
+    group.gate.clear()
+    sizes = (LARGE, 2, LARGE, 3)
+    transfers = [c10d.post("0", (torch.ones(size), peer), None) for peer, size in enumerate(sizes)]
+    group.gate.set()
+    for transfer in transfers:
+        transfer.wait()
+    assert [peer for _, peer, _ in group.calls] == [0, 1, 2, 3]
+    assert threading.get_ident() not in group.threads
+    c10d.post("0", (torch.ones(2), 4), None)
+    assert threading.get_ident() in group.threads, "nothing waits any more"
 
 
 def test_a_small_send_is_posted_behind_its_receive_by_the_thread_that_posts_it(group: FakeGroup) -> None:
