@@ -89,10 +89,9 @@ class _C10dTransfer:
 
 
 # What is no larger is sent by the thread that posts it. Where the receiver waits already, gloo copies a message into the socket
-# when it is posted, at 0.35 ms a MB (two ranks, loopback); to hand one over takes as long as 128 KB of that. A thread that was
-# waited for until its send begins took up to 0.4 ms more of each post, as long as the copy itself; so it is not, although it
-# cannot begin while the rank runs a kernel that holds the GIL (Inductor's own do on CPUs; matmuls do not).
-INLINE_BYTES = 128 * 1024
+# when it is posted, at 0.35 ms a MB (two ranks, loopback). One that is handed over cannot begin while the rank runs Python, or a
+# kernel that holds the GIL (Inductor's own on CPUs): with messages of 0.4 MB the demo's step took 110 ms inline, 117 to 313 so.
+INLINE_BYTES = 512 * 1024
 
 
 class _Sender:
