@@ -137,11 +137,6 @@ def _in_a_row(size_bytes: int) -> int:
     return max(3, min(20, 1_000_000 // max(size_bytes, 1)))
 
 
-def _repeated(run: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        run()
-
-
 class Calibrator:
     """Measures the default process group. `device` is where tensors live; `repeats` of each measurement, median taken."""
 
@@ -174,13 +169,8 @@ class Calibrator:
         above, below = (self.rank + shift) % self.ranks, (self.rank - shift) % self.ranks
         sends = both or self.rank % 2 == 0
         receives = both or below % 2 == 0
-        in_a_row = _in_a_row(size_bytes)
-
-        def once() -> None:
-            for _ in range(in_a_row):
-                self._post((sent, above) if sends else None, (received, below) if receives else None)
-
-        return self._median_us(once) / in_a_row
+        ends = (sent, above) if sends else None, (received, below) if receives else None
+        return self._each_us(lambda: self._post(*ends), _in_a_row(size_bytes))
 
     def full_duplex(self, size_bytes: int) -> bool:
         """Whether a message is as fast with one in the other direction as without (asked of pairs of neighbours)."""
@@ -198,9 +188,8 @@ class Calibrator:
                 for size in sizes:
                     part = torch.ones(max(size // 4, 1), device=self.device)
                     whole = part.repeat(self.ranks)
-                    in_a_row = _in_a_row(size)
-                    once = partial(_repeated, partial(run, part, whole), in_a_row)
-                    samples.append((float(size), max(self._gathered(self._median_us(once))) / in_a_row))
+                    each_us = self._each_us(partial(run, part, whole), _in_a_row(size))
+                    samples.append((float(size), max(self._gathered(each_us))))
             except (RuntimeError, NotImplementedError):  # the same on all ranks: the backend lacks it
                 continue
             fits[kind] = fit_link(samples)
@@ -233,12 +222,7 @@ class Calibrator:
         out = torch.empty(m, n, dtype=dtype, device=self.device)
         torch.mm(a, b, out=out)
         in_a_row = max(1, min(200, int(2e8 / (2.0 * m * k * n))))
-
-        def once() -> None:
-            for _ in range(in_a_row):
-                torch.mm(a, b, out=out)
-
-        return max(self._gathered(self._median_us(once) / in_a_row))
+        return max(self._gathered(self._each_us(lambda: torch.mm(a, b, out=out), in_a_row)))
 
     def memory_GBps(self) -> float:
         """Bandwidth of adding two tensors into a third, 2 MB each: that of a received partial sum."""
@@ -246,11 +230,8 @@ class Calibrator:
         a, b = torch.ones(size, device=self.device), torch.ones(size, device=self.device)
         out = torch.empty_like(a)
 
-        def once() -> None:
-            for _ in range(10):
-                torch.add(a, b, out=out)
-
-        return 3 * 4 * size / (max(self._gathered(self._median_us(once))) / 10 * 1e3)
+        each_us = self._each_us(lambda: torch.add(a, b, out=out), 10)
+        return 3 * 4 * size / (max(self._gathered(each_us)) * 1e3)
 
     def contention(self, size_bytes: int) -> tuple[float, float]:
         """(compute_slowdown, transfer_slowdown), from a transfer that lasts about three times its compute."""
@@ -357,6 +338,15 @@ class Calibrator:
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e6)
         return statistics.median(times)
+
+    def _each_us(self, run: Callable[[], object], times: int) -> float:
+        """Of `times` in a row, the time of each."""
+
+        def in_a_row() -> None:
+            for _ in range(times):
+                run()
+
+        return self._median_us(in_a_row) / times
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

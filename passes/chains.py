@@ -16,7 +16,8 @@ from ..schedule import Kind, Schedule
 from .decide import Decision, decide, decide_chain
 from .edit import Edit, c10d
 from .merge_sums import merge_sums
-from .regions import Downstream, Region
+from .reach import Downstream
+from .regions import Region
 from .separability import NotSeparable
 from .sites import Groups, Site, site_of
 

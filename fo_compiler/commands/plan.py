@@ -22,7 +22,7 @@ from ..schedule.machine import Machine, simple_machine
 from ..schedule.matmul import DTYPE_BYTES, dtype_name
 from ..schedule.picture import bars, chrome_trace, svg
 from ..schedule.presets import find_machine
-from ..schedule.simulate import simulate
+from ..schedule.simulate import Simulation, simulate
 from ..schedule.taper import TAPERED, UNITS
 from ..schedule.timeline import text_timeline
 
@@ -93,9 +93,7 @@ def run(args: argparse.Namespace) -> int:
         schedule = choice.schedule
         if schedule is None:
             raise OptionError(f"nothing to draw: {choice.reason}")
-        simulation = simulate(
-            schedule, machine, region.cost(kind, machine, schedule.slices_per_rank, in_pieces=True), spans=True
-        )
+        simulation = _simulated(kind, machine, schedule, region)
         if args.trace:
             args.trace.write_text(json.dumps(chrome_trace(schedule, simulation)))
         if args.svg:
@@ -138,6 +136,10 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
     return machine, region, allowed, units and min(units, rows)
 
 
+def _simulated(kind: Kind, machine: Machine, schedule: Schedule, region: Region) -> Simulation:
+    return simulate(schedule, machine, region.cost(kind, machine, schedule.slices_per_rank, in_pieces=True), spans=True)
+
+
 def _figures(choice: Choice) -> dict[str, object]:
     best = choice.best if choice.rewrite else None
     return {
@@ -171,9 +173,7 @@ def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region
     schedule = best.schedule
     lines += [*_formula(kind, machine, schedule, region), ""]
     if schedule.ranks * len(schedule.computed_by(0)) <= DRAWN_SLICES:
-        simulation = simulate(
-            schedule, machine, region.cost(kind, machine, schedule.slices_per_rank, in_pieces=True), spans=True
-        )
+        simulation = _simulated(kind, machine, schedule, region)
         lines.append(f"time of each rank, 0 to {simulation.makespan_us / 1e3:.4g} ms:")
         lines.append(bars(simulation, ranks=DRAWN_RANKS))
     lines += [text_timeline(schedule, rank) for rank in _drawn(args, schedule)]

@@ -102,6 +102,7 @@ def _exchange(
     way = current_transport(transport)
     transfer: Transfer
     try:
+        # Not asked within the range: with cold caches a context that does nothing takes 0.01 ms.
         if event == streams.NO_EVENT and not profiling():
             transfer = way.post(group_name, outgoing, incoming)
         else:

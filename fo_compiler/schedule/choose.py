@@ -263,11 +263,12 @@ def choose(
                 continue
             schedule = _schedule(kind, family, machine, ranks, m, cost)
             us = consider(own_together(schedule) if in_pieces else schedule, cost, bounds[m])
+            if us is None:
+                continue
             # Finer slices first help, then harm: what got slower, or is far behind, is not tried any finer.
-            if us is not None and us > before.get(family, FAR_BEHIND * fastest_us):
+            if us > before.get(family, FAR_BEHIND * fastest_us):
                 hopeless.add(family)
-            if us is not None:
-                before[family] = us
+            before[family] = us
     tapers = [family for family in families if family in TAPERS] if kind in OWN_ALONE and ranks > 1 else []
     if tapers and units is not None:
         cost = region.cost(kind, machine, units, in_pieces=True)

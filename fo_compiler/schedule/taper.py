@@ -116,13 +116,11 @@ def _done_by(end_us: float, times: _Times, arrived_us: float, blocks: int, units
 
 def _transfer_us(machine: Machine, ranks: int, size_bytes: float) -> tuple[float, float]:
     """Time of the bytes, and the latency, on a link that others do not use; on the slowest one where they differ."""
-    network = machine.network
-    if isinstance(network, Uniform):
-        GBps = min(network.bandwidth_GBps, network.port_GBps or network.bandwidth_GBps)
-        return size_bytes / (GBps * BYTES_PER_US_PER_GBPS) * (1 if network.full_duplex else 2), network.latency_us
     fabric = machine.fabric(ranks)
     GBps = min(fabric.alone_GBps[fabric.link(0, peer)] for peer in range(1, ranks))
-    return size_bytes / (GBps * BYTES_PER_US_PER_GBPS), max(fabric.latency_us)
+    network = machine.network
+    shared = 2 if isinstance(network, Uniform) and not network.full_duplex else 1  # with what goes the other way
+    return shared * size_bytes / (GBps * BYTES_PER_US_PER_GBPS), max(fabric.latency_us)
 
 
 def in_pieces(kind: Kind, family: str, ranks: int, units: int, cuts: Cuts, across: bool = True) -> Schedule:
