@@ -12,7 +12,8 @@ flashoverlap  ours
 step_ms       median step, slowest rank
 exposed_ms    how long a rank waits for communication, or posts it, in a step: by torch.profiler, from the ops that do so
 hidden        1 - exposed / exposed under plain Inductor: it runs under compute, or takes less time than the collective
-bound_ms      plain Inductor's step without its exposed time; where the link is the limit nothing comes near it
+bound_ms      the larger of plain Inductor's step without its exposed time, and of links_ms: what the busiest rank's link takes for
+              the fewest bytes that any of the three ways sent in a step (limited links only)
 peak_mb       most memory that a step adds
 """
 
@@ -40,6 +41,7 @@ from torch.utils.flop_counter import flop_registry
 if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.network import INTERFACE
 from benchmarks.results import save, why
 from benchmarks.world import World, shaping_here
 from fo_compiler.schedule import Kind
@@ -119,7 +121,7 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
         "flashoverlap": ("flashoverlap", {"machine": machine}),
     }
     memory_GBps = load(machine).matmul.memory_GBps
-    found: dict[str, Any] = {name: {"losses": [], "step_ms": []} for name in ways}
+    found: dict[str, Any] = {name: {"losses": [], "step_ms": [], "sent_bytes": []} for name in ways}
     running: dict[str, Step] = {}
     with record() as report:
         for name, (backend, options) in ways.items():
@@ -144,11 +146,19 @@ def train(machine: str, sizes: dict[str, int], steps: int) -> dict[str, Any]:
     for index in range(1, steps + 1):
         for name, step in running.items():
             dist.barrier()
-            start = time.perf_counter()
+            sent, start = sent_bytes(), time.perf_counter()
             found[name]["losses"].append(step(index))
             found[name]["step_ms"].append((time.perf_counter() - start) * 1e3)
+            found[name]["sent_bytes"].append(sent_bytes() - sent)
+    profiled: dict[str, list[dict[str, float]]] = {name: [] for name in running}
+    for index in range(steps + 1, steps + 4):  # in turns, too
+        for name, step in running.items():
+            profiled[name].append(profiled_ms(step, index))
     for name, step in running.items():
-        found[name]["exposed_ms"] = exposed_ms(step, (steps + 1, steps + 2, steps + 3))
+        found[name]["exposed_ms"] = {phase: statistics.median(ms[phase] for ms in profiled[name]) for phase in PHASES}
+        found[name]["exposed_share"] = statistics.median(
+            sum(ms[phase] for phase in PHASES) / ms["step"] for ms in profiled[name]
+        )
         found[name]["peak_mb"] = peak_mb(step, steps + 1)
     torch.compiler.reset()
     return {"ways": found, "records": [(r.graph, r.rewritten, r.collective) for r in report.records]}
@@ -177,20 +187,27 @@ def _trainer(backend: str, options: dict[str, Any], config: Any, batches: list[A
     return step
 
 
-def exposed_ms(step: Step, indices: tuple[int, ...]) -> dict[str, float]:
-    """Per phase: time a step in ops of communication, median over some profiled steps of this rank."""
+def profiled_ms(step: Step, index: int) -> dict[str, float]:
+    """One profiled step of this rank: how long it took (`step`), and per phase the time in ops of communication."""
     from torch.profiler import ProfilerActivity, profile
 
-    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    for index in indices:
-        dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            step(index)
-        for phase, us in exposed_us(
-            [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
-        ).items():
-            found[phase].append(us / 1e3)
-    return {phase: statistics.median(values) for phase, values in found.items()}
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start = time.perf_counter()
+        step(index)
+        step_ms = (time.perf_counter() - start) * 1e3
+    events = [(event.name, event.time_range.start, event.time_range.end) for event in profiler.events()]
+    return {"step": step_ms} | {phase: us / 1e3 for phase, us in exposed_us(events).items()}
+
+
+def sent_bytes() -> int:
+    """Bytes that this rank has sent through its limited link, headers included; 0 where it has none."""
+    counts = Path("/proc/self/net/dev")  # Linux only, as limited links are
+    for line in counts.read_text().splitlines() if counts.exists() else ():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    return 0
 
 
 def peak_mb(step: Step, index: int) -> float:
@@ -223,8 +240,8 @@ def exposed_us(events: list[tuple[str, float, float]]) -> dict[str, float]:
     return total
 
 
-def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the slowest rank, and what is hidden against plain Inductor."""
+def conclude(of_ranks: list[dict[str, Any]], bits_per_second: Callable[[int], float] | None = None) -> dict[str, Any]:
+    """Medians of the slowest rank, and what is hidden against plain Inductor; the links are those of the ranks."""
     ways: dict[str, Any] = {}
     for name, mine in of_ranks[0]["ways"].items():
         all_of_it = [rank["ways"][name] for rank in of_ranks]
@@ -256,8 +273,21 @@ def conclude(of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for phase in PHASES
     }
-    bound_ms = round(plain["step_ms"] - sum(plain["exposed_ms"].values()), 2)
-    return {"ways": ways, "bound_ms": bound_ms, "collectives": counts}
+    sent = [
+        min(statistics.median(way["sent_bytes"]) for way in rank["ways"].values() if "failed" not in way)
+        for rank in of_ranks
+    ]
+    links_ms = max(8e3 * size / bits_per_second(rank) for rank, size in enumerate(sent)) if bits_per_second else 0.0
+    # By the share of a profiled step, which takes longer than others do; of the rank that computes longest.
+    exposed_share = min(rank["ways"]["inductor"]["exposed_share"] for rank in of_ranks)
+    compute_ms = plain["step_ms"] * (1 - exposed_share)
+    return {
+        "ways": ways,
+        "compute_ms": round(compute_ms, 2),
+        "links_ms": round(links_ms, 2),
+        "bound_ms": round(max(compute_ms, links_ms), 2),
+        "collectives": counts,
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -317,7 +347,8 @@ def main(arguments: list[str] | None = None) -> int:
             with World(ranks, shaping, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
                 machine = f"{directory}/machine.json"
                 world.run(calibrate, machine)
-                row |= conclude(world.run(train, machine, sizes, args.steps, timeout_s=args.minutes * 60))
+                of_ranks = world.run(train, machine, sizes, args.steps, timeout_s=args.minutes * 60)
+                row |= conclude(of_ranks, shaping.bits_per_second if shaping else None)
         except (RuntimeError, TimeoutError) as error:
             print(f"FAILED: {ranks} ranks: {error}", file=sys.stderr, flush=True)
             row["failed"] = f"failed: {why(error)}"

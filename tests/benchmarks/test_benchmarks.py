@@ -267,7 +267,15 @@ def test_exposed_time_is_that_of_communication_in_a_phase_and_counted_once() -> 
 
 def trained(step_ms: float, forward_ms: float, loss: float) -> dict[str, object]:
     exposed = {"forward": forward_ms, "backward": 20.0}
-    return {"step_ms": [step_ms] * 3, "exposed_ms": exposed, "losses": [loss], "first_step_s": 1.0, "peak_mb": 5.0}
+    return {
+        "step_ms": [step_ms] * 3,
+        "sent_bytes": [250_000, 250_000, 300_000],
+        "exposed_ms": exposed,
+        "exposed_share": 0.6,
+        "losses": [loss],
+        "first_step_s": 1.0,
+        "peak_mb": 5.0,
+    }
 
 
 def test_what_is_hidden_in_training_is_against_plain_inductor_and_a_failed_way_stays_visible() -> None:
@@ -279,11 +287,17 @@ def test_what_is_hidden_in_training_is_against_plain_inductor_and_a_failed_way_s
     records = [("forward", True, "all_gather"), ("backward", False, "reduce_scatter")]
     row = {"ranks": 2, **training.conclude([{"ways": ways, "records": records}] * 2)}
     assert row["ways"]["flashoverlap"]["hidden"] == {"forward": 0.75, "backward": 0.0}
-    assert row["bound_ms"] == 100.0 - 40.0 - 20.0
+    assert (row["compute_ms"], row["links_ms"], row["bound_ms"]) == (40.0, 0.0, 40.0)
     assert row["collectives"]["forward"] == {"rewritten": 1, "collectives": 1}
     text = training.table([row])
     assert "TypeError: no" in text
     assert "1 of 1, 0 of 1" in text
+
+
+def test_the_bound_of_a_step_is_the_slowest_link_where_that_takes_longer_than_the_compute() -> None:
+    ranks = [{"ways": {"inductor": trained(100.0, 40.0, 2.0)}, "records": []}] * 2
+    row = training.conclude(ranks, lambda rank: 1e6 * 2 ** -(rank + 4))  # 250,000 bytes over links of 1/16, 1/32 Mbit/s
+    assert row["links_ms"] == row["bound_ms"] == 64_000.0
 
 
 PROFILED = [
