@@ -12,8 +12,8 @@ flashoverlap  ours
 step_ms       median step, slowest rank
 exposed_ms    how long a rank waits for communication, or posts it, in a step: by torch.profiler, from the ops that do so
 hidden        1 - exposed / exposed under plain Inductor: it runs under compute, or takes less time than the collective
-bound_ms      the larger of plain Inductor's step without its exposed time, and of links_ms: what the busiest rank's link takes for
-              the fewest bytes that any of the three ways sent in a step (limited links only)
+bound_ms      the larger of plain Inductor's step without its exposed time, and of links_ms: what the busiest rank's link takes
+              for the fewest bytes that any of the three ways sent in a step (limited links only)
 peak_mb       most memory that a step adds
 """
 

@@ -24,7 +24,6 @@ from fo_compiler import Record
 from fo_compiler.passes.sites import is_collective
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.ops import pending_transfers
-from fo_compiler.runtime.transport import INLINE_BYTES
 from tests.tapers import ragged
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -353,15 +352,16 @@ def a_tensor_that_is_changed_after_it_was_sent() -> list[Record]:
 # --- the cache ------------------------------------------------------------------------------------------------------
 
 
-def messages_of_both_sizes() -> list[list[float]]:
-    """Those that the posting thread sends and those that another one does, in turn; first and last values that arrive."""
+def messages_of_several_sizes() -> list[list[float]]:
+    """Small ones posted behind large ones, which do not fit the socket; first and last values that arrive."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
+    peers, name = ((rank + 1) % ranks, (rank - 1) % ranks), dist.group.WORLD.group_name
+    sent = [torch.full(((3_000_000, 4)[step % 2],), rank + 0.1 * step, dtype=torch.float32) for step in range(6)]
+    under_way = [ops.exchange(tensor, *peers, name, f"step {step}") for step, tensor in enumerate(sent)]
     seen = []
-    for step in range(6):
-        sent = torch.full((INLINE_BYTES // 4 + step % 2,), rank + 0.1 * step, dtype=torch.float32)
-        peers = (rank + 1) % ranks, (rank - 1) % ranks
-        received = ops.wait(ops.exchange(sent, *peers, dist.group.WORLD.group_name, f"step {step}"), sent)
+    for received, tensor in zip(under_way, sent, strict=True):
+        received = ops.wait(received, tensor)
         assert bool((received == received[0]).all())
         seen.append([round(received[0].item(), 3), round(received[-1].item(), 3)])
     return seen

@@ -58,7 +58,7 @@ def test_a_tensor_that_is_sent_may_be_changed_afterwards(world: Worlds) -> None:
 
 
 def test_small_and_large_messages_arrive_in_order(world: Worlds) -> None:
-    for rank, seen in enumerate(world(2).run(checks.messages_of_both_sizes)):
+    for rank, seen in enumerate(world(2).run(checks.messages_of_several_sizes)):
         assert seen == [[round(1 - rank + 0.1 * step, 3)] * 2 for step in range(6)]
 
 
