@@ -121,6 +121,14 @@ def slowdowns(compute_us: float, transfer_us: float, computed_us: float, total_u
     return compute, max(1.0, computed_us / done_us)
 
 
+def noise_of(times: Sequence[float]) -> float:
+    """By what share of it a measurement of this kind is off, half of the time: half of what lies between the quartiles."""
+    if len(times) < 2:
+        return 0.0
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return (third - first) / 2 / median
+
+
 # --- measuring ------------------------------------------------------------------------------------------------------
 
 # One run of a collective: `part` is one rank's slice, `whole` that of all ranks.
@@ -146,6 +154,7 @@ class Calibrator:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         assert dist.group.WORLD is not None
         self.group_name = dist.group.WORLD.group_name
+        self._noise: list[float] = []  # of each measurement so far
         self.transport = current_transport()  # the one of the ops: messages of both have one order
 
     def links(
@@ -165,12 +174,14 @@ class Calibrator:
         With `both` False only even ranks send, so that a pair uses one direction.
         """
         sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
-        received = torch.empty_like(sent)
         above, below = (self.rank + shift) % self.ranks, (self.rank - shift) % self.ranks
         sends = both or self.rank % 2 == 0
         receives = both or below % 2 == 0
-        ends = (sent, above) if sends else None, (received, below) if receives else None
-        return self._each_us(lambda: self._post(*ends), _in_a_row(size_bytes))
+
+        def once() -> None:  # into new memory, as in a rewritten graph
+            self._post((sent, above) if sends else None, (torch.empty_like(sent), below) if receives else None)
+
+        return self._each_us(once, _in_a_row(size_bytes))
 
     def full_duplex(self, size_bytes: int) -> bool:
         """Whether a message is as fast with one in the other direction as without (asked of pairs of neighbours)."""
@@ -239,9 +250,8 @@ class Calibrator:
         out = torch.empty_like(a)
         one_us = self.matmul_us(256, 256, 256, torch.float32)
         sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
-        received = torch.empty_like(sent)
-        ends = (sent, (self.rank + 1) % self.ranks), (received, (self.rank - 1) % self.ranks)
-        alone_us = max(self._gathered(self._median_us(lambda: self._post(*ends))))
+        above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        alone_us = max(self._gathered(self._median_us(lambda: self._post((sent, above), (torch.empty_like(sent), below)))))
         count = max(1, int(alone_us / one_us / 3))
 
         def compute() -> None:
@@ -254,7 +264,7 @@ class Calibrator:
         for _ in range(2 * self.repeats):
             dist.barrier()
             start = time.perf_counter()
-            transfer = self.transport.post(self.group_name, *ends)
+            transfer = self.transport.post(self.group_name, (sent, above), (torch.empty_like(sent), below))
             compute()
             computed = time.perf_counter()
             transfer.wait()
@@ -337,6 +347,7 @@ class Calibrator:
             once()
             self._synchronize()
             times.append((time.perf_counter() - start) * 1e6)
+        self._noise.append(noise_of(times))
         return statistics.median(times)
 
     def _each_us(self, run: Callable[[], object], times: int) -> float:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fo_compiler.runtime import transport
-from fo_compiler.runtime.transport import C10dTransport, current_transport
+from fo_compiler.runtime.transport import INLINE_BYTES, C10dTransport, current_transport
 from fo_compiler.torch_adapter import fake_process_group, init_fake_process_group
 
 
@@ -47,22 +47,25 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[FakeWork]:
 
 
 class FakeGroup:
-    """A group that needs no batches, and its backend. `failure` is what fails, and how."""
+    """A group that needs no batches, and its backend. Sends fail where `failure` is set."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
-        self.failure: tuple[str, Exception] | None = None
+        self.threads: set[int] = set()
+        self.failure: Exception | None = None
+        self.gate = threading.Event()  # sends wait for it
+        self.gate.set()
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
-        return self._post("send", rank, tag)
+        self.threads.add(threading.get_ident())
+        assert self.gate.wait(timeout=20)
+        if self.failure:
+            raise self.failure
+        self.calls.append(("send", rank, tag))
+        return FakeWork([])
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> FakeWork:
-        return self._post("recv", rank, tag)
-
-    def _post(self, kind: str, rank: int, tag: int) -> FakeWork:
-        if self.failure and self.failure[0] == kind:
-            raise self.failure[1]
-        self.calls.append((kind, rank, tag))
+        self.calls.append(("recv", rank, tag))
         return FakeWork([])
 
 
@@ -81,14 +84,43 @@ def use(monkeypatch: pytest.MonkeyPatch, made: FakeGroup) -> None:
     monkeypatch.setattr(transport, "point_to_point", lambda group, device: group)
 
 
-def test_without_batches_the_send_is_posted_first_and_the_receive_is_awaited_first(group: FakeGroup) -> None:
-    waited: list[str] = []
-    transfer = C10dTransport().post("0", (torch.ones(2), 2), (torch.empty(2), 3))
-    assert [call[:2] for call in group.calls] == [("send", 2), ("recv", 3)]
-    for kind, work in zip(("send", "recv"), transfer._works, strict=True):
-        work.wait = lambda kind=kind: waited.append(kind)
-    transfer.wait()
-    assert waited == ["recv", "send"], "what is sent is mostly gone by then"
+LARGE = INLINE_BYTES // 4 + 1  # floats that a thread sends
+
+
+@pytest.fixture(params=[2, LARGE], ids=["inline", "by the thread"])
+def message(request: pytest.FixtureRequest) -> Tensor:
+    return torch.ones(request.param)
+
+
+def test_without_batches_the_receive_is_posted_first_and_a_large_send_by_another_thread(group: FakeGroup) -> None:
+    c10d = C10dTransport()
+    for rank in range(20):
+        c10d.post("0", (torch.ones(LARGE), rank), (torch.empty(2), rank)).wait()
+    assert [rank for kind, rank, _ in group.calls if kind == "send"] == list(range(20))
+    assert group.calls[0][0] == "recv"
+    assert len(group.threads) == 1
+    assert threading.get_ident() not in group.threads
+
+
+def test_a_small_send_does_not_overtake_a_large_one(group: FakeGroup) -> None:
+    """Where pieces shrink the large ones are needed first."""
+    c10d = C10dTransport()
+    group.gate.clear()
+    sizes = (LARGE, 2, LARGE, 3)
+    transfers = [c10d.post("0", (torch.ones(size), peer), None) for peer, size in enumerate(sizes)]
+    group.gate.set()
+    for transfer in transfers:
+        transfer.wait()
+    assert [peer for _, peer, _ in group.calls] == [0, 1, 2, 3]
+    assert threading.get_ident() not in group.threads
+    c10d.post("0", (torch.ones(2), 4), None)
+    assert threading.get_ident() in group.threads, "nothing waits any more"
+
+
+def test_a_small_send_is_posted_behind_its_receive_by_the_thread_that_posts_it(group: FakeGroup) -> None:
+    C10dTransport().post("0", (torch.ones(LARGE - 1), 2), (torch.empty(2), 3))
+    assert [call[:2] for call in group.calls] == [("recv", 3), ("send", 2)]
+    assert group.threads == {threading.get_ident()}
 
 
 def test_how_a_group_posts_is_asked_once_and_again_of_another_group_of_the_same_name(
@@ -131,7 +163,7 @@ def test_a_group_that_was_destroyed_is_not_posted_to_although_somebody_holds_it(
         init_fake_process_group(3, 4)
 
 
-def test_a_receive_alone_is_posted_alone(group: FakeGroup) -> None:
+def test_a_receive_alone_needs_no_thread(group: FakeGroup) -> None:
     C10dTransport().post("0", None, (torch.empty(2), 1)).wait()
     assert [call[:2] for call in group.calls] == [("recv", 1)]
 
@@ -187,25 +219,29 @@ def test_a_run_that_another_thread_interrupts_ends_in_an_error(group: FakeGroup)
     c10d.post("0", None, (torch.ones(2), 1)).wait()
 
 
-@pytest.mark.parametrize("kind", ["send", "recv"])
-def test_what_cannot_be_posted_fails_at_once_and_the_memory_of_what_was_posted_is_kept(
-    group: FakeGroup, kind: str
-) -> None:
-    """The send may be on its way by then."""
-    group.failure = kind, RuntimeError("no route")
-    c10d, sent, gone = C10dTransport(), torch.ones(2), list[str]()
-    weakref.finalize(sent, gone.append, "sent")
+def test_a_large_send_that_cannot_be_posted_fails_where_it_is_awaited(group: FakeGroup) -> None:
+    group.failure = RuntimeError("no route")
+    transfer = C10dTransport().post("0", (torch.ones(LARGE), 1), None)
     with pytest.raises(RuntimeError, match="no route"):
-        c10d.post("0", (sent, 1), (torch.empty(2), 1))
-    del sent
+        transfer.wait()
+
+
+def test_a_small_send_that_cannot_be_posted_fails_at_once_and_keeps_the_memory_of_its_receive(group: FakeGroup) -> None:
+    """The receive is posted by then: a message may still arrive."""
+    group.failure = RuntimeError("no route")
+    c10d, received, gone = C10dTransport(), torch.empty(2), list[str]()
+    weakref.finalize(received.untyped_storage(), gone.append, "received")
+    with pytest.raises(RuntimeError, match="no route"):
+        c10d.post("0", (torch.ones(2), 1), (received, 1))
+    del received
     group.failure = None  # with the frames that it was raised in
     gc.collect()
     assert len(c10d._runs["0"].abandoned) == 1
     assert gone == []
 
 
-def test_a_sent_tensor_lives_until_the_transfer_is_awaited(group: FakeGroup) -> None:
-    sent = torch.ones(2)
+def test_a_sent_tensor_lives_until_the_transfer_is_awaited(group: FakeGroup, message: Tensor) -> None:
+    sent = message.clone()
     watch: weakref.ref[Tensor] = weakref.ref(sent)
     transfer = C10dTransport().post("0", (sent, 0), None)
     del sent
@@ -217,13 +253,13 @@ def test_a_sent_tensor_lives_until_the_transfer_is_awaited(group: FakeGroup) -> 
 
 
 def test_a_transfer_that_nobody_awaits_keeps_its_memory_until_its_message_cannot_come_any_more(
-    group: FakeGroup,
+    group: FakeGroup, message: Tensor
 ) -> None:
     """What arrives late must not be written into a tensor that has the memory now."""
     c10d = C10dTransport()
     c10d.begin(["0"])
     gone: list[str] = []
-    received, sent = torch.empty(2), torch.ones(2)
+    received, sent = torch.empty(2), message.clone()
     weakref.finalize(received.untyped_storage(), gone.append, "received")
     weakref.finalize(sent, gone.append, "sent")
     c10d.post("0", (sent, 1), (received, 1))
