@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..schedule.choose import DEFAULT_MARGIN
 from ..schedule.ir import Kind, Schedule
 from ..schedule.machine import Machine
 from ..schedule.matmul import dtype_name
@@ -60,9 +59,8 @@ def choose_kernel(
     *,
     copy_engine: bool,
     time_ratio: float | None = None,
-    margin: float = DEFAULT_MARGIN,
 ) -> KernelChoice:
-    """The library, unless the whole-region kernel is predicted to be faster by more than `margin`.
+    """The library, unless the whole-region kernel is predicted to be faster by more than the machine's margin.
 
     - `slice_bytes`: bytes of one slice of the schedule on the wire
     - `copy_engine`: whether the region's transfers run without multiprocessors and can raise flags
@@ -78,9 +76,11 @@ def choose_kernel(
     fused = fused_us(schedule, machine, matmuls[0], slice_bytes, ratio)
     gain = 1 - fused / library if library > 0 else 0.0
     times = f"predicted {fused / 1e3:.4g} ms in one kernel, {library / 1e3:.4g} ms slice by slice"
-    if gain > margin:
+    if gain > machine.margin:
         return KernelChoice(FUSED, library, fused, f"one kernel for the region: {times}")
-    return KernelChoice(LIBRARY, library, fused, f"a kernel a slice: {times}, gain {gain:.1%} is within {margin:.0%}")
+    return KernelChoice(
+        LIBRARY, library, fused, f"a kernel a slice: {times}, gain {gain:.1%} is within {machine.margin:.0%}"
+    )
 
 
 def why_not_fused(schedule: Schedule, matmuls: Sequence[Matmul], copy_engine: bool) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .runtime.ops import exchange, wait
 from .runtime.transport import Transfer, current_transport
 from .schedule.ir import Kind
-from .schedule.machine import CollectiveTime, Machine
+from .schedule.machine import DEFAULT_MARGIN, CollectiveTime, Machine
 from .schedule.matmul import MatmulPoint as Point
 from .schedule.matmul import Measured, dtype_name
 from .schedule.network import Matrix, Network, Uniform
@@ -131,10 +131,13 @@ def noise_of(times: Sequence[float]) -> float:
 
 # --- measuring ------------------------------------------------------------------------------------------------------
 
+# torch 2.13 has new names for these two, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # One run of a collective: `part` is one rank's slice, `whole` that of all ranks.
 COLLECTIVES: dict[Kind, Callable[[Tensor, Tensor], Any]] = {
-    Kind.ALL_GATHER: lambda part, whole: dist.all_gather_into_tensor(torch.empty_like(whole), part),
-    Kind.REDUCE_SCATTER: lambda part, whole: dist.reduce_scatter_tensor(torch.empty_like(part), whole),
+    Kind.ALL_GATHER: lambda part, whole: _all_gather(torch.empty_like(whole), part),
+    Kind.REDUCE_SCATTER: lambda part, whole: _reduce_scatter(torch.empty_like(part), whole),
     Kind.ALL_REDUCE: lambda part, whole: dist.all_reduce(whole.clone()),
     Kind.ALL_TO_ALL: lambda part, whole: dist.all_to_all_single(torch.empty_like(whole), whole),
 }
@@ -251,7 +254,9 @@ class Calibrator:
         one_us = self.matmul_us(256, 256, 256, torch.float32)
         sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
         above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        alone_us = max(self._gathered(self._median_us(lambda: self._post((sent, above), (torch.empty_like(sent), below)))))
+        alone_us = max(
+            self._gathered(self._median_us(lambda: self._post((sent, above), (torch.empty_like(sent), below))))
+        )
         count = max(1, int(alone_us / one_us / 3))
 
         def compute() -> None:
@@ -274,6 +279,11 @@ class Calibrator:
         total_us = max(self._gathered(statistics.median(pair[1] for pair in pairs)))
         return slowdowns(compute_us, alone_us, computed_us, total_us)
 
+    def margin(self) -> float:
+        """What a prediction has to gain here: no less than what a transfer or a collective measured so far was off by."""
+        noise = max(self._gathered(statistics.median(self._noise))) if self._noise else 0.0
+        return min(max(DEFAULT_MARGIN, noise), 0.5)
+
     def machine(
         self,
         name: str = "calibrated",
@@ -287,6 +297,7 @@ class Calibrator:
         network: Network = Uniform(0.0, 1e3)
         post_us, slow = 0.0, (1.0, 1.0)
         collectives: dict[Kind, LinkFit] = {}
+        margin = DEFAULT_MARGIN
         notes = []
         if self.ranks > 1:
             say("links ...")
@@ -303,6 +314,7 @@ class Calibrator:
             say("collectives ...")
             collectives = self.collectives(sizes)
             notes += [f"{kind}: this backend has none" for kind in COLLECTIVES if kind not in collectives]
+            margin = self.margin()
             say("posting ...")
             post_us = self.post_us()
             say("compute and transfers together ...")
@@ -322,6 +334,7 @@ class Calibrator:
             post_us=post_us,
             compute_slowdown=slow[0],
             transfer_slowdown=slow[1],
+            margin=margin,
             collectives=tuple(
                 CollectiveTime(kind.value, self.ranks, fit.latency_us, fit.bandwidth_GBps)
                 for kind, fit in collectives.items()

@@ -47,8 +47,9 @@ class Options:
     machine: str | None = None
     """Machine that times are predicted for: a preset's name or a calibrated file; None: a default for the device."""
 
-    margin: float = 0.05
-    """What a prediction has to gain, as a share of the plain time, before `auto` touches a graph."""
+    margin: float | None = None
+    """What a prediction has to gain, as a share of the plain time, before `auto` touches a graph; None: the machine's, which is
+    0.05, or more where `fo-compiler calibrate` saw times vary more."""
 
     max_buffer_mb: float | None = None
     """Largest extra memory of one region's transfers, in MB (1e6 bytes); None: no limit."""
@@ -86,8 +87,8 @@ class Options:
                 raise OptionError.wrong(name, "a whole number of at least 1, or None", count)
         if self.compute_streams not in (1, 2) or isinstance(self.compute_streams, bool):
             raise OptionError.wrong("compute_streams", "1 or 2", self.compute_streams)
-        if not _is_number(self.margin) or not 0 <= self.margin < 1:
-            raise OptionError.wrong("margin", "a number from 0 to 1", self.margin)
+        if self.margin is not None and (not _is_number(self.margin) or not 0 <= self.margin < 1):
+            raise OptionError.wrong("margin", "a number from 0 to 1, or None", self.margin)
         if self.max_buffer_mb is not None and (not _is_number(self.max_buffer_mb) or not self.max_buffer_mb >= 0):
             raise OptionError.wrong("max_buffer_mb", "a number of at least 0, or None", self.max_buffer_mb)
         if self.machine is not None and not isinstance(self.machine, str):

@@ -91,6 +91,7 @@ def figures(calibration: Calibration, path: Path) -> dict[str, Any]:
         "post_us": round(machine.post_us, 2),
         "compute_slowdown": round(machine.compute_slowdown, 3),
         "transfer_slowdown": round(machine.transfer_slowdown, 3),
+        "margin": round(machine.margin, 4),
         "collectives": {
             name: {
                 "latency_us": round(fit.latency_us, 2),
@@ -137,6 +138,7 @@ def report(calibration: Calibration, path: Path) -> str:
         f"posting a step and waiting for one that is done: {machine.post_us:.1f} us",
         f"compute under a transfer is {machine.compute_slowdown:.2f} times as slow, "
         f"a transfer under compute {machine.transfer_slowdown:.2f} times",
+        f"a prediction has to gain {machine.margin:.0%}, by how much times differ from run to run",
         f"adding: {machine.matmul.memory_GBps:.1f} GB/s",
         "",
         f'wrote {path}: use it with options={{"machine": "{path}"}} or FO_MACHINE={path}',

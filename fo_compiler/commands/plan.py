@@ -10,7 +10,6 @@ from ..errors import MachineError, OptionError
 from ..schedule import Kind
 from ..schedule.choose import (
     DEFAULT_CHUNKS,
-    DEFAULT_MARGIN,
     DEFAULT_SLICES_PER_RANK,
     Choice,
     Region,
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"only these numbers of slices (default: {' '.join(map(str, DEFAULT_SLICES_PER_RANK))})",
     )  # fmt: skip
     options.add_argument(
-        "--margin", type=_time, default=DEFAULT_MARGIN, help="least gain to rewrite (default: %(default)s)"
+        "--margin", type=_time, help="least gain to rewrite, as a share (default: the machine's, mostly 0.05)"
     )
     options.add_argument("--max-buffer-mb", type=_time, help="most memory for slices under way, in 10^6 bytes")
     options.add_argument(

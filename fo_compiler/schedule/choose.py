@@ -30,7 +30,6 @@ from .simulate import RegionCost, simulate
 from .taper import TAPERED, TAPERS, tapered
 from .transform import OWN_ALONE, own_together
 
-DEFAULT_MARGIN = 0.05  # of the plain time: what a prediction has to gain before a graph is touched
 DEFAULT_SLICES_PER_RANK = (1, 2, 4, 8)
 _SLICES_PER_RANK = {Kind.ALL_GATHER_OUT: (2, 4, 8, 16)}  # where a rank cuts its own block alone, into all its slices
 LARGE_GROUP = 16  # ranks; beyond, what is far behind as a rule is not even simulated
@@ -212,7 +211,7 @@ def choose(
     *,
     families: Sequence[str] | None = None,
     slices_per_rank: Sequence[int] = DEFAULT_SLICES_PER_RANK,
-    margin: float = DEFAULT_MARGIN,
+    margin: float | None = None,
     max_buffer_bytes: float | None = None,
     chunks: int = DEFAULT_CHUNKS,
     in_pieces: bool = False,
@@ -226,8 +225,11 @@ def choose(
     slices may be computed, and travel, together: a rank's own ones are, and where there are `units`, blocks of so many slices
     are cut in pieces that shrink (families `TAPERS`, `taper.py`).
 
+    `margin` is what a prediction has to gain, as a share of the plain time; None: the machine's.
+
     Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
     """
+    margin = machine.margin if margin is None else margin
     scale = max(machine.scale(rank) for rank in range(ranks))
     whole_us = region.whole_us(kind, ranks) * scale
     communication_us = collective_us(kind, machine, ranks, region.slice_bytes)

@@ -21,6 +21,8 @@ from .machine_json import decode, encode
 from .matmul import MatmulModel, Roofline, dtype_name
 from .network import Fabric, Matrix, Network, Uniform
 
+DEFAULT_MARGIN = 0.05  # of the plain time
+
 
 @dataclass(frozen=True)
 class CollectiveTime:
@@ -55,6 +57,7 @@ class Machine:
     - `gap_us`: time that a message occupies its link beside its bytes (1 / message rate)
     - `launch_us`: fixed cost of one kernel
     - `compute_scale`: by rank, how much slower than the model its compute is; empty = all 1
+    - `margin`: what a prediction has to gain, as a share of the plain time, before it is believed: more where times vary more
     - `collectives`: measured times of the library's collectives; those that are absent are modelled
     """
 
@@ -68,6 +71,7 @@ class Machine:
     compute_slowdown: float = 1.0
     transfer_slowdown: float = 1.0
     compute_scale: tuple[float, ...] = ()
+    margin: float = DEFAULT_MARGIN
     collectives: tuple[CollectiveTime, ...] = ()
 
     def __post_init__(self) -> None:
@@ -77,6 +81,8 @@ class Machine:
         for name in ("post_us", "gap_us", "launch_us"):
             if getattr(self, name) < 0:
                 raise MachineError.wrong(name, "a time of at least 0", getattr(self, name))
+        if not 0 <= self.margin < 1:
+            raise MachineError.wrong("margin", "a share from 0 to 1", self.margin)
         if any(scale <= 0 for scale in self.compute_scale):
             raise MachineError.wrong("compute_scale", "factors above 0", self.compute_scale)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fo_compiler.calibration import Calibration, LinkFit, fit_link, network_of, slowdowns
+from fo_compiler.calibration import Calibration, Calibrator, LinkFit, fit_link, network_of, noise_of, slowdowns
 from fo_compiler.cli import main
 from fo_compiler.commands.calibrate import figures, report
 from fo_compiler.schedule import COLLECTIVES
@@ -20,11 +20,12 @@ from fo_compiler.schedule.choose import collective_us
 from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.matmul import MatmulPoint, Measured
 from fo_compiler.schedule.network import Matrix, Uniform
+from fo_compiler.torch_adapter import fake_process_group
 from tests.distributed.harness import World
 
 FIGURES = {
     "machine", "network", "full_duplex", "latency_us", "bandwidth_GBps", "fit_error", "worst_fit_error", "post_us",
-    "compute_slowdown", "transfer_slowdown", "collectives", "memory_GBps", "matmuls",
+    "compute_slowdown", "transfer_slowdown", "margin", "collectives", "memory_GBps", "matmuls",
 }  # fmt: skip
 
 
@@ -42,6 +43,22 @@ def test_a_fit_finds_the_latency_and_bandwidth_that_made_the_samples() -> None:
 def test_the_error_of_a_fit_is_a_share_of_what_was_measured() -> None:
     fit = fit_link([(1e3, 51.0), (1e6, 1000.0), (2e6, 1600.0)])
     assert 0 < fit.median_error <= fit.worst_error < 0.2
+
+
+def test_the_noise_of_a_measurement_is_half_of_what_lies_between_its_quartiles() -> None:
+    assert noise_of([100.0, 90.0, 110.0, 100.0, 1000.0]) == pytest.approx(0.05), "one that was disturbed does not count"
+    assert noise_of([100.0] * 5) == noise_of([100.0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("noise", "margin"), [([], 0.05), ([0.01, 0.01, 3.0], 0.05), ([0.1, 0.2, 0.3], 0.2), ([2.0], 0.5)]
+)
+def test_a_prediction_has_to_gain_what_a_measurement_is_off_by(noise: list[float], margin: float) -> None:
+    with fake_process_group(0, 2):
+        calibrator = Calibrator()
+        calibrator._gathered = lambda value: [value, value / 2]
+        calibrator._noise = noise
+        assert calibrator.margin() == margin
 
 
 def test_a_latency_is_never_below_zero() -> None:

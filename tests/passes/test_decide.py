@@ -46,6 +46,15 @@ def test_a_tiny_region_is_left_alone_with_the_numbers() -> None:
     assert "plain" in decision.reason
 
 
+@pytest.mark.parametrize("sizes", [(128, 32, 2048), (32, 512, 128), (128, 256, 128), (512, 128, 512)])
+def test_on_one_computer_a_region_that_takes_no_longer_than_a_few_steps_is_left_alone(
+    sizes: tuple[int, int, int],
+) -> None:
+    """Measured on two ranks: 1.2 to 2.1 ms plain, up to three times as long in slices."""
+    m, k, n = sizes
+    assert decide(mlp_site(m, k, n, 2, torch.float32), Options()).schedule is None
+
+
 def test_always_rewrites_it_all_the_same_and_says_what_auto_would_do() -> None:
     decision = decide(mlp_site(64, 64, 64), Options(rewrite="always", machine="h100-nvlink"))
     assert decision.schedule is not None

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fo_compiler.errors import MachineError
 from fo_compiler.schedule import Kind, verify
 from fo_compiler.schedule.choose import Choice, Region, choose, sliced_us
 from fo_compiler.schedule.machine import CollectiveTime, simple_machine
@@ -52,6 +53,18 @@ def test_a_gain_below_the_margin_leaves_the_region_alone(kind: Kind) -> None:
     assert "less than the margin of 5%" in choice.reason
     assert choice.schedule is not None, "a caller that rewrites always still gets the best schedule"
     assert choose(kind, simple_machine(), 4, region(1000.0, 10.0), margin=0.0).rewrite
+
+
+def test_the_margin_is_that_of_the_machine_unless_the_caller_has_one() -> None:
+    sure, unsure = (simple_machine(margin=margin) for margin in (0.0, 0.9))
+    assert choose(Kind.ALL_GATHER, sure, 4, region(100.0, 100.0)).rewrite
+    assert "less than the margin of 90%" in choose(Kind.ALL_GATHER, unsure, 4, region(100.0, 100.0)).reason
+    assert choose(Kind.ALL_GATHER, unsure, 4, region(100.0, 100.0), margin=0.0).rewrite
+
+
+def test_a_margin_of_a_machine_is_a_share() -> None:
+    with pytest.raises(MachineError, match=r"margin.*from 0 to 1"):
+        simple_machine(margin=1.0)
 
 
 def test_slices_that_only_cost_launches_are_not_cut() -> None:
