@@ -1,4 +1,4 @@
-"""The whole set: `python -m benchmarks` (some 45 minutes on two quiet cores), or parts of it: `--part training`.
+"""The whole set: `python -m benchmarks` (some 50 minutes on two quiet cores), or parts of it: `--part training`.
 
 Results go to benchmarks/results/*.json after each case; `python -m benchmarks.report` puts them into docs/performance.md, which
 says what each one is. A part that fails is named at the end, and does not keep the others from running.
@@ -34,10 +34,12 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "overhead": (overhead.main, "--layers 2 --pass-layers 2 8 32 --minutes 2"),
     "timeline": (timeline.main, ""),
     "never_slower": (never_slower.main, "--ranks 2 4 --count 110 25 --minutes 7"),
+    "never_slower_default": (never_slower.main, "--ranks 2 --count 60 --minutes 3.5 --machine loopback"),
     "compile_8": (overhead.main, "--no-ops --layers 8 --pass-layers --minutes 15"),
+    "compile_32": (overhead.main, "--no-ops --layers 32 --pass-layers --minutes 40"),
 }
 NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_matmul", "training")
-APART = ("compile_8",)  # minutes of compiling: only where it is asked for
+APART = ("compile_8", "compile_32")  # minutes of compiling: only where it is asked for
 
 
 def main(arguments: list[str] | None = None) -> int:

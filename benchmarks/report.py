@@ -158,7 +158,9 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "training": training.table,
     "overhead": overhead,
     "compile_8": overhead,
+    "compile_32": overhead,
     "never_slower": never_slower,
+    "never_slower_default": never_slower,
 }
 
 
