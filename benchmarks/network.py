@@ -18,7 +18,12 @@ import sys
 from dataclasses import dataclass
 from types import TracebackType
 
+from fo_compiler.schedule import network as fabrics
+
 INTERFACE = "e0"
+# The smallest burst that still takes whole segments of 64 KB from the network stack.
+BURST_KB = 128
+PAYLOAD = 1448 / 1514  # of a full Ethernet frame, with TCP's timestamps
 CLONE_NEWNET = 0x40000000
 
 
@@ -43,10 +48,29 @@ class Shaping:
         """Bits a second that leave a node."""
         return parse_rate(self.rate) * self.slow_factor
 
+    def links(self, ranks: int) -> fabrics.Network:
+        """The links as they are limited, for bounds: no latency, and nothing but headers beside the bytes."""
+        if self.nodes > 1:
+            across = _link(self.between_nodes)
+            return fabrics.TwoLevel(ranks // self.nodes, _link(parse_rate(self.rate)), across, across.bandwidth_GBps)
+        if self.slow_rank is None:
+            return _link(parse_rate(self.rate))
+        row = [(_link(self.bits_per_second(rank)).bandwidth_GBps,) * ranks for rank in range(ranks)]
+        return fabrics.Matrix(((0.0,) * ranks,) * ranks, tuple(row))
+
+    @property
+    def burst_us(self) -> float:
+        """What a link that was idle is ahead of its rate."""
+        return BURST_KB * 1024 * 8e6 / self.slowest
+
     @property
     def slowest(self) -> float:
         """Bits a second of the narrowest place."""
         return self.between_nodes if self.nodes > 1 or self.slow_rank is not None else parse_rate(self.rate)
+
+
+def _link(bits_per_second: float) -> fabrics.Uniform:
+    return fabrics.Uniform(0.0, PAYLOAD * bits_per_second / 8e9)
 
 
 def parse_rate(text: str) -> float:
@@ -159,8 +183,7 @@ class Network:
 
 
 def _limit(namespace: str, interface: str, bits_per_second: float, queue_ms: int = 100) -> None:
-    # The smallest burst that still takes whole segments of 64 KB from the network stack.
-    limit = f"tbf rate {int(bits_per_second)}bit burst 128kb latency {queue_ms}ms"
+    limit = f"tbf rate {int(bits_per_second)}bit burst {BURST_KB}kb latency {queue_ms}ms"
     _sh(f"tc -n {namespace} qdisc replace dev {interface} root {limit}")
 
 

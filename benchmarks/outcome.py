@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from fo_compiler.records import Record
@@ -15,7 +16,9 @@ from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.matmul import MatmulPoint, Measured
 from fo_compiler.schedule.network import Matrix, Network
 from fo_compiler.schedule.simulate import RegionCost
+from fo_compiler.schedule.taper import UNITS
 
+from .network import Shaping
 from .regions import Case
 from .ways import SLICED
 
@@ -29,13 +32,14 @@ def slowest(of_ranks: list[Times]) -> Times:
     }
 
 
-def summary(times: Times, case: Case, network: Network) -> dict[str, Any]:
-    """Medians in ms, and how near they are to the bound."""
+def summary(times: Times, case: Case, network: Network, shaping: Shaping | None = None) -> dict[str, Any]:
+    """Medians in ms, and how near they are to the bound: that of the limited links, or else of the measured `network`."""
     median = {name: statistics.median(values) for name, values in times.items()}
     chunked = {name: ms for name, ms in median.items() if name.startswith(SLICED)}
     best_chunks = min(chunked, key=lambda name: chunked[name])
     comm = min(median["collective"], median["transfers"])
-    bound = bound_of(case, median["compute"] * 1e3, network)
+    links = (shaping.links(case.ranks), shaping.burst_us) if shaping else (network, 0.0)
+    bound = bound_of(case, median["compute"] * 1e3, *links)
     overlap = median["overlap"]
     low, high = quartiles(times["overlap"])
     return {
@@ -90,17 +94,18 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
-def bound_of(case: Case, compute_us: float, network: Network) -> Bound:
-    """The least that the region can take on these links, over all numbers of slices; sums and posts are free."""
-    machine = Machine("bound", "measured links", network, Measured((MatmulPoint(1, 1, 1, "fp32", 1.0),), 1e9))
+def bound_of(case: Case, compute_us: float, network: Network, burst_us: float = 0.0) -> Bound:
+    """The least that the region can take on these links, over all numbers of slices; sums, posts and a burst are free."""
+    machine = Machine("bound", "links alone", network, Measured((MatmulPoint(1, 1, 1, "fp32", 1.0),), 1e9))
 
     bounds = (
         lower_bound(
             Kind(case.kind), machine, case.ranks, m, RegionCost(compute_us / case.ranks / m, case.slice_bytes / m)
         )
-        for m in DEFAULT_SLICES_PER_RANK
+        for m in (*DEFAULT_SLICES_PER_RANK, UNITS)
     )
-    return min(bounds, key=lambda bound: bound.us)
+    least = min(bounds, key=lambda bound: bound.us)
+    return replace(least, us=max(compute_us, least.us - burst_us))
 
 
 def speed(network: Network) -> float:

@@ -14,7 +14,7 @@ sliced      cut in 2, 4 or 8 with asynchronous collectives, written by hand; the
 overlap     torch.compile(..., backend="flashoverlap", options={"machine": the links as measured in this run})
 compute     the matmul alone
 comm        the better of the collective and our transfers, alone
-bound       no schedule on links of the measured speed can be faster
+bound       no schedule on these links can be faster
 hidden      1 - (overlap - compute) / comm
 predicted   what the cost model said, before the region first ran
 """
@@ -151,7 +151,7 @@ def measure(world: World, case: Case, options: dict[str, Any], setup: Setup, lin
         results = world.run(run_ways, case, file.name, options, setup.repeats, setup.budget_s, timeout_s=CASE_S)
     return {
         **_named(case, setup),
-        **summary(slowest([result[0] for result in results]), case, links.network),
+        **summary(slowest([result[0] for result in results]), case, links.network, setup.shaping),
         **told(results[0][1]),
     }
 

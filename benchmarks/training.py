@@ -295,7 +295,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "ranks",
         "",
         "step, ms",
-        "bound, ms",
+        "bound (compute, links), ms",
         "exposed forward, ms",
         "exposed backward, ms",
         "hidden forward",
@@ -317,7 +317,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
             exposed, hidden = way["exposed_ms"], way["hidden"]
             peak = f"{way['peak_mb']:.1f}"
-            cells = [str(row["ranks"]), name, f"{way['step_ms']:.0f}", f"{row['bound_ms']:.0f}"]
+            bound = f"{row['bound_ms']:.0f} ({row['compute_ms']:.0f}, {row['links_ms']:.0f})"
+            cells = [str(row["ranks"]), name, f"{way['step_ms']:.0f}", bound]
             cells += [f"{exposed[phase]:.0f}" for phase in PHASES]
             cells += [f"{hidden[phase]:.2f}" for phase in PHASES] if name != "inductor" else ["", ""]
             lines.append(f"| {' | '.join([*cells, peak, done])} |")

@@ -64,7 +64,27 @@ def test_the_bound_is_compute_where_the_link_is_fast_and_the_link_where_it_is_sl
     fast = outcome.bound_of(CASE, 100e3, Uniform(0.0, 100.0))
     assert fast.us == pytest.approx(100e3)
     slow = outcome.bound_of(CASE, 100e3, Uniform(0.0, 0.01))
-    assert slow.us == pytest.approx(3 * CASE.slice_bytes / 10 + 100e3 / 32)  # the last of 8 slices a rank is computed
+    assert slow.us == pytest.approx(3 * CASE.slice_bytes / 10 + 100e3 / 128)  # the last of 32 slices a rank is computed
+
+
+def test_the_bound_of_limited_links_is_of_their_rate_and_gives_a_burst_for_free() -> None:
+    shaping = network.Shaping("100mbit")
+    links = shaping.links(4)
+    sent_us = 3 * CASE.slice_bytes / (network.PAYLOAD * 12.5)
+    least = outcome.bound_of(CASE, 1e3, links, shaping.burst_us).us
+    assert least == pytest.approx(sent_us + 1e3 / 128 - 128 * 1024 / 12.5)
+    assert outcome.bound_of(CASE, 1e6, links, shaping.burst_us).us == 1e6, "compute gets no burst"
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [network.Shaping("100mbit", slow_rank=1), network.Shaping("100mbit", nodes=2)],
+    ids=["slow link", "nodes"],
+)
+def test_the_bound_knows_the_slow_links(shaping: network.Shaping) -> None:
+    exchange = replace(CASE, kind="all_to_all")
+    alike = outcome.bound_of(exchange, 1e3, network.Shaping("100mbit").links(4)).us
+    assert outcome.bound_of(exchange, 1e3, shaping.links(4)).us > 1.9 * alike
 
 
 def test_a_turn_lasts_as_long_as_its_slowest_rank() -> None:
