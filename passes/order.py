@@ -10,11 +10,15 @@ alone. Pointwise nodes stay free to be fused.
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, Node
 
 from ..runtime import ops
 from ..torch_adapter import run_after
+from .rules import RESHAPES
 from .sites import is_collective
+
+c10d = torch.ops._c10d_functional
 
 
 def is_pinned(node: Node) -> bool:
@@ -30,6 +34,30 @@ def pin_order(graph: Graph, everything: bool = True) -> None:
     previous: Node | None = None
     pinned = [node for node in graph.nodes if is_pinned(node)]
     for node in pinned if everything else pinned[:2]:
+        if node.target is c10d.all_reduce.default and may_sum_in_place(node):
+            node.target = c10d.all_reduce_.default
         if previous is not None and previous not in node.all_input_nodes:
             node = run_after(node, (previous,))
         previous = node
+
+
+def may_sum_in_place(all_reduce: Node) -> bool:
+    """Whether an all-reduce is all that ever reads what it sums, so that the sum may take its memory.
+
+    Inductor finds out by itself where a node is not pinned. In one that is, it copies the whole tensor first.
+    """
+    reader, value = all_reduce, all_reduce.all_input_nodes[0]
+    while value.target in RESHAPES and list(value.users) == [reader]:
+        reader, value = value, value.all_input_nodes[0]
+    return list(value.users) == [reader] and _makes_a_tensor(value)
+
+
+def _makes_a_tensor(node: Node) -> bool:
+    """Whether the value of a node is one tensor in memory of its own. (What is waited for is the memory of a transfer.)"""
+    schema = getattr(node.target, "_schema", None)
+    return (
+        schema is not None
+        and node.target.namespace in ("aten", "prims")  # type: ignore[union-attr]
+        and not schema.is_mutable
+        and [returned.alias_info for returned in schema.returns] == [None]
+    )
