@@ -238,7 +238,7 @@ class C10dTransport:
             return _C10dTransfer(run, dist.batch_isend_irecv(ops), recv and recv[0], send and send[0])
         # Straight to the backend, in a third of the time of the functions that check, dispatch and batch.
         # The receive first: gloo tells the peer of it on the connection that the send will fill. Behind the send, 0.5 MB took
-        # 24 ms instead of 17 (two ranks, 250 Mbit/s), though up to half as long where two ranks share two cores over loopback.
+        # 24 ms instead of 17 (two ranks, 250 Mbit/s). Only where ranks share cores over loopback is that order the better one.
         works = [backend.recv([recv[0]], recv[1], run.receive_tag(recv[1]))] if recv is not None else []
         if send is None:
             return _C10dTransfer(run, works, recv and recv[0], None)
