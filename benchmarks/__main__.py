@@ -26,6 +26,11 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --minutes 4"),
     "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --minutes 4"),
     "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 6"),
+    "overlap_sizes": (
+        overlap.main,
+        f"--sweep --rate {RATE} --slice-mb 4 0.25 --repeats 7 --budget-s 8 --ranks 4 --ratio 0.5 --minutes 6 "
+        "--kind all_gather --kind reduce_scatter --kind all_to_all",
+    ),
     "overlap_matmul": (
         overlap.main,
         "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 5 --minutes 3",
@@ -38,7 +43,7 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "compile_8": (overhead.main, "--no-ops --layers 8 --pass-layers --minutes 15"),
     "compile_32": (overhead.main, "--no-ops --layers 32 --pass-layers --minutes 40"),
 }
-NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_matmul", "training")
+NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_sizes", "overlap_matmul", "training")
 APART = ("compile_8", "compile_32")  # minutes of compiling: only where it is asked for
 
 

@@ -119,13 +119,13 @@ COLUMNS = ("ratio", "serial_ms", "inductor_ms", "sliced_ms", "overlap_ms", "comp
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Cases as a Markdown table."""
-    head = ["kind", "ranks", *(c.removesuffix("_ms").replace("ratio", "comm/comp") for c in COLUMNS)]
+    head = ["kind", "ranks", "MB", *(c.removesuffix("_ms").replace("ratio", "comm/comp") for c in COLUMNS)]
     head += ["hidden", "overlap/bound", "spread", "predicted", "schedule"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for row in rows:
-        cells = [row["kind"], str(row["ranks"])]
+        cells = [row["kind"], str(row["ranks"]), f"{row['slice_mb']:g}"]
         if "failed" in row:
-            lines.append(f"| {' | '.join(cells)} | {row['failed']} {'| ' * (len(head) - 3)}|")
+            lines.append(f"| {' | '.join(cells)} | {row['failed']} {'| ' * (len(head) - 4)}|")
             continue
         cells += [f"{row[c]:.2f}" if c == "ratio" else f"{row[c]:.1f}" for c in COLUMNS]
         cells += [f"{row['hidden']:.3f}", f"{row['of_bound']:.3f}", f"{row['spread']:.1%}"]

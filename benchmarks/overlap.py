@@ -229,10 +229,12 @@ def run(cases: list[Case], setup: Setup, options: dict[str, Any], end: float) ->
             return
         with World(left[0].ranks, setup.shaping, pinned=left[0].compute == "matmul") as world:
             links: Links | None = None
+            of_bytes = 0
             while left and time.monotonic() < end:
                 case = left.pop(0)
                 try:
-                    links = links or links_measured(world, case, setup.shaping)
+                    if links is None or of_bytes != case.slice_bytes:
+                        links, of_bytes = links_measured(world, case, setup.shaping), case.slice_bytes
                     yield measure(world, case, options, setup, links)
                 except (RuntimeError, TimeoutError) as error:
                     print(f"FAILED: {case}: {error}", file=sys.stderr, flush=True)
@@ -242,12 +244,14 @@ def run(cases: list[Case], setup: Setup, options: dict[str, Any], end: float) ->
 
 def sweep_cases(args: argparse.Namespace, ranks: int, shaping: Shaping | None) -> list[Case]:
     """All kinds at one ratio of communication to compute, then at the next: the links stay, the compute changes."""
-    slice_ms = args.slice_mb * 2**20 * 8 / (shaping.slowest if shaping else 8e9) * 1e3
-    cases = [Case(kind, ranks, args.slice_mb, 1.0, args.compute) for kind in args.kind or KINDS]
+
+    def made(kind: str, mb: float, ratio: float) -> Case:
+        case = Case(kind, ranks, mb, 1.0, args.compute)
+        transfer_ms = case.slice_bytes * 8 / (shaping.slowest if shaping else 8e9) * 1e3
+        return replace(case, slice_ms=case.crossings * (ranks - 1) * transfer_ms / ratio / ranks)
+
     return [
-        replace(case, slice_ms=case.crossings * (ranks - 1) * slice_ms / ratio / ranks)
-        for ratio in args.ratio or RATIOS
-        for case in cases
+        made(kind, mb, ratio) for mb in args.slice_mb for ratio in args.ratio or RATIOS for kind in args.kind or KINDS
     ]
 
 
@@ -262,7 +266,9 @@ def parser() -> argparse.ArgumentParser:
         "--links", choices=LINKS, default="uniform", help="alike; rank 1's slower; two nodes with slow uplinks"
     )
     made.add_argument("--slow-factor", type=float, default=0.5, help="what the slow links have of the rate")
-    made.add_argument("--slice-mb", type=float, default=2.0, help="MiB of one rank's part")
+    made.add_argument(
+        "--slice-mb", type=float, nargs="+", default=[2.0], help="MiB of one rank's part; several in a sweep"
+    )
     made.add_argument("--slice-ms", type=float, default=25.0, help="compute of one rank's part")
     made.add_argument("--compute", choices=COMPUTES, default="standin")
     made.add_argument("--schedule", default="auto", help="force a family")
@@ -303,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.sweep:
             cases = sweep_cases(args, ranks, shaping)
         else:
-            cases = [Case((args.kind or ["all_gather"])[0], ranks, args.slice_mb, args.slice_ms, args.compute)]
+            cases = [Case((args.kind or ["all_gather"])[0], ranks, args.slice_mb[0], args.slice_ms, args.compute)]
         for row in run(cases, setup, options, time.monotonic() + args.minutes * 60):
             rows.append(row)
             say(table([row]).splitlines()[-1])

@@ -154,6 +154,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "overlap_slow_link": overlap,
     "overlap_nodes": overlap,
     "overlap_8": overlap,
+    "overlap_sizes": overlap,
     "overlap_matmul": overlap,
     "training": training.table,
     "overhead": overhead,

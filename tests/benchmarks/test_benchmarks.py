@@ -104,14 +104,14 @@ def test_the_summary_has_the_promised_keys_and_the_hidden_share() -> None:
 
 def test_the_table_has_a_column_for_the_bound() -> None:
     row = {"kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None, "predicted_ms": None}
-    row |= {"spread": 0.01} | dict.fromkeys(outcome.COLUMNS, 1.0)
+    row |= {"spread": 0.01, "slice_mb": 2.0} | dict.fromkeys(outcome.COLUMNS, 1.0)
     head, _, body = outcome.table([row]).splitlines()
     assert "bound" in head
     assert "left alone" in body
 
 
 def test_a_case_that_failed_says_so_in_the_table_and_the_others_stay() -> None:
-    failed = {"kind": "chain", "ranks": 8, "failed": "failed: rank 3: the process was ended by SIGKILL"}
+    failed = {"kind": "chain", "ranks": 8, "slice_mb": 2.0, "failed": "failed: rank 3: the process was ended by SIGKILL"}
     head, _, body = outcome.table([failed]).splitlines()
     assert "SIGKILL" in body
     assert body.count("|") == head.count("|")
