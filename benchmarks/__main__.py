@@ -53,6 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--part", choices=PARTS, action="append", help=f"may be repeated; default: all but {', '.join(APART)}"
     )
     parser.add_argument("--quick", action="store_true", help=f"without {', '.join(NOT_QUICK)}")
+    parser.add_argument(
+        "--redo",
+        metavar="SPREAD",
+        help="of the overlap tables: keep what is there, and measure again what has a larger spread; the quieter run stays",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the JSON files")
     args = parser.parse_args(arguments)
     failed = []
@@ -62,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n== {name}: python benchmarks/{module}.py {words}", flush=True)
         start = time.monotonic()
         try:
-            status = program([*words.split(), "--out", str(args.results / f"{name}.json")])
+            redo = ["--redo", args.redo] if args.redo and program is overlap.main else []
+            status = program([*words.split(), "--out", str(args.results / f"{name}.json"), *redo])
         except Exception:
             traceback.print_exc()
             status = 1

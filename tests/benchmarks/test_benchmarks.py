@@ -8,9 +8,11 @@ import os
 import random
 import signal
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -102,16 +104,25 @@ def test_the_summary_has_the_promised_keys_and_the_hidden_share() -> None:
     assert (row["sliced_ms"], row["sliced_in"], row["comm_ms"]) == (126.0, 4, 57.0)
 
 
+ROW: dict[str, Any] = {
+    "kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None, "predicted_ms": None,
+    "spread": 0.01, "slice_mb": 2.0, **dict.fromkeys(outcome.COLUMNS, 1.0),
+}  # fmt: skip
+
+
 def test_the_table_has_a_column_for_the_bound() -> None:
-    row = {"kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None, "predicted_ms": None}
-    row |= {"spread": 0.01, "slice_mb": 2.0} | dict.fromkeys(outcome.COLUMNS, 1.0)
-    head, _, body = outcome.table([row]).splitlines()
+    head, _, body = outcome.table([ROW]).splitlines()
     assert "bound" in head
     assert "left alone" in body
 
 
 def test_a_case_that_failed_says_so_in_the_table_and_the_others_stay() -> None:
-    failed = {"kind": "chain", "ranks": 8, "slice_mb": 2.0, "failed": "failed: rank 3: the process was ended by SIGKILL"}
+    failed = {
+        "kind": "chain",
+        "ranks": 8,
+        "slice_mb": 2.0,
+        "failed": "failed: rank 3: the process was ended by SIGKILL",
+    }
     head, _, body = outcome.table([failed]).splitlines()
     assert "SIGKILL" in body
     assert body.count("|") == head.count("|")
@@ -269,6 +280,42 @@ def test_an_unshaped_run_prints_the_promised_figures(
     assert row["compute_ms"] >= 10
     assert row["overlap_ms"] >= 10
     assert row["predicted_ms"] >= 10
+
+
+def test_a_case_is_measured_again_where_its_spread_was_large_and_the_quieter_run_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spreads = {"all_gather": 0.01, "reduce_scatter": 0.2}
+    asked: list[str] = []
+
+    def run(cases: list[Case], setup: overlap.Setup, *_: object) -> Iterator[dict[str, Any]]:
+        for case in cases:
+            asked.append(case.kind)
+            yield ROW | overlap._named(case, setup) | {"spread": spreads[case.kind], "overlap_ms": len(asked)}
+
+    monkeypatch.setattr(overlap, "run", run)
+    monkeypatch.setattr("benchmarks.world.why_unshaped", lambda: "a test")
+    path = tmp_path / "rows.json"
+    words = ["--sweep", "--ranks", "2", "--ratio", "1", *(f"--kind={kind}" for kind in spreads), "--out", str(path)]
+    for redo, spread in ((), 0.2), (("--redo", "0.03"), 0.1), (("--redo", "0.03"), 0.3):
+        spreads["reduce_scatter"] = spread
+        assert overlap.main([*words, *redo]) == 0
+    assert asked == ["all_gather", "reduce_scatter", "reduce_scatter", "reduce_scatter"]
+    assert [(row["overlap_ms"], row["spread"]) for row in json.loads(path.read_text())] == [(1, 0.01), (3, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        (None, {"failed": "no"}, "new"),
+        ({"failed": "no"}, {"failed": "again"}, "new"),
+        ({"spread": 0.5}, {"failed": "no"}, "old"),
+        ({"spread": 0.5}, {"spread": 0.4}, "new"),
+        ({"spread": 0.5}, {"spread": 0.5}, "old"),
+    ],
+)
+def test_of_two_runs_the_quieter_one_stays(old: dict[str, Any] | None, new: dict[str, Any], kept: str) -> None:
+    assert overlap.quieter(old, new) is (new if kept == "new" else old)
 
 
 def test_exposed_time_is_that_of_communication_in_a_phase_and_counted_once() -> None:
