@@ -148,7 +148,7 @@ class Network:
             _limit(name, INTERFACE, shaping.bits_per_second(rank))
         if len(self.switches) > 1:
             for switch in self.switches:
-                # A queue for all that the ranks may have under way: what is dropped here comes a retransmission later.
+                # For all ranks together.
                 _limit(switch, "trunk", shaping.between_nodes, queue_ms=2000)
 
     def disconnect(self, rank: int) -> None:
@@ -182,7 +182,8 @@ class Network:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def _limit(namespace: str, interface: str, bits_per_second: float, queue_ms: int = 100) -> None:
+def _limit(namespace: str, interface: str, bits_per_second: float, queue_ms: int = 400) -> None:
+    # A queue for what a connection has under way, which is up to 4 MB: what is dropped comes a retransmission later.
     limit = f"tbf rate {int(bits_per_second)}bit burst {BURST_KB}kb latency {queue_ms}ms"
     _sh(f"tc -n {namespace} qdisc replace dev {interface} root {limit}")
 
