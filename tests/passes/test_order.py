@@ -41,14 +41,15 @@ def test_a_sum_takes_the_memory_of_what_nobody_else_reads(name: str) -> None:
 
 
 def program(function: Callable[..., object], backend: str) -> list[str]:
-    """The lines of the program of `function`, buffers renamed by their first use, without `announce` and comments."""
+    """What the program of `function` does, line by line, but for `announce` and asserts; buffers are renamed by their first use."""
     torch._dynamo.reset()
     options = {"rewrite": "never"} if backend == "flashoverlap" else None
     with fake_process_group(0, 2), torch.no_grad(), fresh_cache():
         compiled = torch.compile(lambda x, w: function(x, w), backend=backend, options=options, dynamic=False)
         _, (code,) = run_and_get_code(compiled, x, w)
     text = code[code.index("def call(") : code.index("runner = ")]
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#") and "announce" not in line]
+    left_out = re.compile(r"\s*(#|assert_|$)|.*\.announce\.")
+    lines = [line for line in text.splitlines() if not left_out.match(line)]
     names: dict[str, str] = {}
     return [re.sub(r"buf\d+", lambda found: names.setdefault(found[0], f"b{len(names)}"), line) for line in lines]
 
