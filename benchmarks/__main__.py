@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help=f"without {', '.join(NOT_QUICK)}")
     parser.add_argument(
         "--redo",
-        metavar="SPREAD",
-        help="of the overlap tables: keep what is there, and measure again what has a larger spread; the quieter run stays",
+        metavar="SHARE",
+        help="of the overlap tables: keep what is there, and measure again what was disturbed by more than this",
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="directory for the JSON files")
     args = parser.parse_args(arguments)

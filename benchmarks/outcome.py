@@ -61,7 +61,13 @@ def summary(times: Times, case: Case, network: Network, shaping: Shaping | None 
         "of_bound": round(overlap / (bound.us / 1e3), 4),
         "ratio": round(comm / median["compute"], 3),
         "link_GBps": round(speed(network), 5),
+        "links_slow": round(max(0.0, 1 - speed(network) / speed(links[0])), 4) if links[0].is_uniform else 0.0,
     }
+
+
+def disturbance(row: dict[str, Any]) -> float:
+    """How far to trust a row: how much its runs differ, or how much slower than they are its links (alike) were measured."""
+    return 1.0 if "failed" in row else float(max(row["spread"], row["links_slow"]))
 
 
 def told(records: list[Record]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ if __name__ == "__main__" and not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.network import Shaping
-from benchmarks.outcome import Times, slowest, summary, table, told
+from benchmarks.outcome import Times, disturbance, slowest, summary, table, told
 from benchmarks.regions import COMPUTES, KINDS, Case
 from benchmarks.results import save, why
 from benchmarks.ways import ways
@@ -183,6 +183,7 @@ def machine_for(
     )
 
 
+NOTHING = {"failed": "not measured yet"}
 NAMES = ("links", "kind", "ranks", "compute", "slice_mb", "slice_ms")  # what a case is known by
 
 
@@ -292,17 +293,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--redo",
         type=float,
-        metavar="SPREAD",
-        help="keep what is in the file of --out, and measure only what is missing or has a larger spread; the quieter run stays",
+        metavar="SHARE",
+        help="keep what is in the file of --out, and measure again what is missing or was disturbed by more than this (spread, "
+        "or links that were measured as slower than they are); the run that was disturbed less stays",
     )
     return made
 
 
 def quieter(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """The one of two runs of a case with the smaller spread, whatever it found; one that failed only where there is no other."""
-    if old is None or "failed" in old:
-        return new
-    return old if "failed" in new or old["spread"] <= new["spread"] else new
+    """The one of two runs of a case that was disturbed less, whatever it found; of two that failed the later one."""
+    return old if old and "failed" not in old and disturbance(old) <= disturbance(new) else new
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -332,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
         wanted = [tuple(_named(case, setup).values()) for case in cases]
         if args.redo is not None:
             cases = [
-                c for c, key in zip(cases, wanted, strict=True) if known.get(key, {}).get("spread", 1.0) > args.redo
+                c for c, key in zip(cases, wanted, strict=True) if disturbance(known.get(key, NOTHING)) > args.redo
             ]
         for row in run(cases, setup, options, time.monotonic() + args.minutes * 60):
             key = tuple(row[name] for name in NAMES)

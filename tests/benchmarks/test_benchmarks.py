@@ -106,7 +106,7 @@ def test_the_summary_has_the_promised_keys_and_the_hidden_share() -> None:
 
 ROW: dict[str, Any] = {
     "kind": "all_gather", "ranks": 4, "hidden": 0.99, "of_bound": 1.01, "schedule": None, "predicted_ms": None,
-    "spread": 0.01, "slice_mb": 2.0, **dict.fromkeys(outcome.COLUMNS, 1.0),
+    "spread": 0.01, "links_slow": 0.0, "slice_mb": 2.0, **dict.fromkeys(outcome.COLUMNS, 1.0),
 }  # fmt: skip
 
 
@@ -309,9 +309,10 @@ def test_a_case_is_measured_again_where_its_spread_was_large_and_the_quieter_run
     [
         (None, {"failed": "no"}, "new"),
         ({"failed": "no"}, {"failed": "again"}, "new"),
-        ({"spread": 0.5}, {"failed": "no"}, "old"),
-        ({"spread": 0.5}, {"spread": 0.4}, "new"),
-        ({"spread": 0.5}, {"spread": 0.5}, "old"),
+        ({"spread": 0.5, "links_slow": 0.0}, {"failed": "no"}, "old"),
+        ({"spread": 0.5, "links_slow": 0.0}, {"spread": 0.4, "links_slow": 0.0}, "new"),
+        ({"spread": 0.5, "links_slow": 0.0}, {"spread": 0.5, "links_slow": 0.0}, "old"),
+        ({"spread": 0.1, "links_slow": 0.0}, {"spread": 0.01, "links_slow": 0.2}, "old"),
     ],
 )
 def test_of_two_runs_the_quieter_one_stays(old: dict[str, Any] | None, new: dict[str, Any], kept: str) -> None:

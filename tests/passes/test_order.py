@@ -41,7 +41,7 @@ def test_a_sum_takes_the_memory_of_what_nobody_else_reads(name: str) -> None:
 
 
 def program(function: Callable[..., object], backend: str) -> list[str]:
-    """What the program of `function` does, line by line, but for `announce` and asserts; buffers are renamed by their first use."""
+    """What the program of `function` does, line by line, but for `announce` and asserts; buffers named by their first use."""
     torch._dynamo.reset()
     options = {"rewrite": "never"} if backend == "flashoverlap" else None
     with fake_process_group(0, 2), torch.no_grad(), fresh_cache():
