@@ -140,8 +140,7 @@ def test_a_shared_cache_gives_right_values_and_records_when_cold_and_when_warm(t
         [],
         ["forward chain ring"] * 2 + ["backward chain ring"] * 2,
         ["forward None"] * 2 + ["backward None"] * 2,
-        # Apart each end has its own slices in one piece, which is cheaper here.
-        ["forward chain direct x2"] * 2 + ["backward direct x2"] * 2,
+        ["forward chain direct x2"] * 2 + ["backward chain direct x2"] * 2,
         [],
         ["forward chain ring"] * 2 + ["backward chain ring"] * 2,
     ]
