@@ -36,7 +36,7 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "--sweep --ranks 2 --compute matmul --rate 1gbit --ratio 0.5 --budget-s 5 --minutes 3",
     ),
     "training": (training.main, "--ranks 2 --ranks 4 --minutes 12"),
-    "overhead": (overhead.main, "--layers 2 --pass-layers 2 8 32 --minutes 2"),
+    "overhead": (overhead.main, "--layers 2 --pass-layers 2 8 32 --minutes 5"),
     "timeline": (timeline.main, ""),
     "never_slower": (never_slower.main, "--ranks 2 4 --count 110 25 --minutes 7"),
     "never_slower_default": (never_slower.main, "--ranks 2 --count 60 --minutes 3.5 --machine loopback"),
