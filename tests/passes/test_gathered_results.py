@@ -52,6 +52,7 @@ def test_a_slice_leaves_for_each_peer_before_the_next_is_computed_and_is_awaited
     assert not [node for node in gm.graph.nodes if is_collective(node)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("schedule", ["direct", "ring", "bidirectional"])
 def test_any_dim_may_be_gathered_and_any_other_be_cut(dim: int, schedule: str) -> None:

@@ -25,6 +25,7 @@ def _fake_world() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMS, ids=str)
 def test_values_and_records(kind: GraphKind) -> None:
     records = prove(kind, Options(rewrite="always", schedule="ring"))

@@ -60,6 +60,7 @@ def rewritten(gm: fx.GraphModule, ranks: int, rank: int, kind: Kind, schedule: S
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL])
 def test_a_skewed_machine_file_gets_a_searched_schedule(kind: Kind, tmp_path: Path) -> None:
     ranks = 4

@@ -128,6 +128,7 @@ def forced(schedule: str, m: int) -> Options:
     return Options(rewrite="always", schedule=schedule, slices_per_rank=m)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", FAMILIES)
 @pytest.mark.parametrize("function", GRAPHS, ids=lambda f: f.__name__)
 def test_every_kind_is_cut_as_finely_as_asked(function: Graph, schedule: str) -> None:

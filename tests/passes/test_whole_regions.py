@@ -108,6 +108,7 @@ def product_too(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return reduce_scatter(product, 0, RANKS), product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("family", ["ring", "direct", "bidirectional"])
 @pytest.mark.parametrize("body", BODIES)

@@ -39,6 +39,7 @@ def error(results: list[Tensor], exact: list[Tensor]) -> float:
     return torch.cat([r.double() - e for r, e in zip(results, exact, strict=True)]).square().mean().sqrt().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [usual, cancelling, mixed])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(

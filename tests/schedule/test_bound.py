@@ -128,6 +128,7 @@ def optimum_us(instance: Instance, kind: Kind = Kind.ALL_GATHER) -> int | None:
     return int(solver.ObjectiveValue()) if solver.Solve(model) == cp_model.OPTIMAL else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [True, False], ids=["uniform", "not uniform"])
 @pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_GATHER_OUT])
 def test_an_exact_solver_finds_no_counterexample(uniform: bool, kind: Kind) -> None:
