@@ -79,7 +79,11 @@ def overhead(data: dict[str, Any]) -> str:
 def never_slower(data: dict[str, Any]) -> str:
     found, rows = data["conclusion"], data["regions"]
     parts = [
-        markdown(["", ""], [[name.replace("_", " "), str(value and round(value, 3))] for name, value in found.items()])
+        markdown(
+            ["", ""],
+            # Where nothing was rewritten, what is said of rewritten regions is None.
+            [[name.replace("_", " "), str(round(value, 3))] for name, value in found.items() if value is not None],
+        )
     ]
     kinds = []
     for kind in dict.fromkeys(row["shape"][0] for row in rows):
