@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable
@@ -65,9 +66,12 @@ def summary(times: Times, case: Case, network: Network, shaping: Shaping | None 
     }
 
 
-def disturbance(row: dict[str, Any]) -> float:
-    """How far to trust a row: how much its runs differ, or how much slower than they are its links (alike) were measured."""
-    return 1.0 if "failed" in row else float(max(row["spread"], row["links_slow"]))
+def disturbance(row: dict[str, Any] | None) -> float:
+    """How far to trust a row: how much its runs differ, or how much slower than they are its links (alike) were measured.
+
+    Not at all where there is none, or it failed.
+    """
+    return math.inf if row is None or "failed" in row else float(max(row["spread"], row["links_slow"]))
 
 
 def told(records: list[Record]) -> dict[str, Any]:

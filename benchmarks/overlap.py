@@ -71,6 +71,7 @@ class Links:
     network: Network
     post_us: float
     collectives: tuple[CollectiveTime, ...]
+    slice_bytes: int  # at sizes up to this
 
 
 # --- on the ranks ---------------------------------------------------------------------------------------------------
@@ -183,8 +184,12 @@ def machine_for(
     )
 
 
-NOTHING = {"failed": "not measured yet"}
-NAMES = ("links", "kind", "ranks", "compute", "slice_mb", "slice_ms")  # what a case is known by
+NAMES = ("links", "kind", "ranks", "compute", "slice_mb", "slice_ms")
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a case is known by."""
+    return tuple(row[name] for name in NAMES)
 
 
 def _named(case: Case, setup: Setup) -> dict[str, Any]:
@@ -200,7 +205,7 @@ def links_measured(world: World, case: Case, shaping: Shaping | None) -> Links:
     links, collectives, post_us = world.run(measure_links, case, alike, timeout_s=CASE_S)[0]
     network = network_of(links, case.ranks, True) if not alike else _network(links, case.ranks, shaping)
     times = (CollectiveTime(k.value, case.ranks, fit.latency_us, fit.bandwidth_GBps) for k, fit in collectives.items())
-    return Links(network, post_us, tuple(times))
+    return Links(network, post_us, tuple(times), case.slice_bytes)
 
 
 def _network(links: dict[tuple[int, int], LinkFit], ranks: int, shaping: Shaping | None) -> Network:
@@ -233,12 +238,11 @@ def run(cases: list[Case], setup: Setup, options: dict[str, Any], end: float) ->
             return
         with World(left[0].ranks, setup.shaping, pinned=left[0].compute == "matmul") as world:
             links: Links | None = None
-            of_bytes = 0
             while left and time.monotonic() < end:
                 case = left.pop(0)
                 try:
-                    if links is None or of_bytes != case.slice_bytes:
-                        links, of_bytes = links_measured(world, case, setup.shaping), case.slice_bytes
+                    if links is None or links.slice_bytes != case.slice_bytes:
+                        links = links_measured(world, case, setup.shaping)
                     yield measure(world, case, options, setup, links)
                 except (RuntimeError, TimeoutError) as error:
                     print(f"FAILED: {case}: {error}", file=sys.stderr, flush=True)
@@ -315,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
     if args.redo is not None and args.out and args.out.exists():
-        known = {tuple(row[name] for name in NAMES): row for row in json.loads(args.out.read_text())}
+        known = {_key(row): row for row in json.loads(args.out.read_text())}
     for ranks in args.ranks or ((2, 4) if args.sweep else (4,)):
         shaping, line = shaping_here(
             args.rate,
@@ -329,13 +333,11 @@ def main(arguments: list[str] | None = None) -> int:
             cases = sweep_cases(args, ranks, shaping)
         else:
             cases = [Case((args.kind or ["all_gather"])[0], ranks, args.slice_mb[0], args.slice_ms, args.compute)]
-        wanted = [tuple(_named(case, setup).values()) for case in cases]
+        wanted = [_key(_named(case, setup)) for case in cases]
         if args.redo is not None:
-            cases = [
-                c for c, key in zip(cases, wanted, strict=True) if disturbance(known.get(key, NOTHING)) > args.redo
-            ]
+            cases = [c for c, key in zip(cases, wanted, strict=True) if disturbance(known.get(key)) > args.redo]
         for row in run(cases, setup, options, time.monotonic() + args.minutes * 60):
-            key = tuple(row[name] for name in NAMES)
+            key = _key(row)
             known[key] = quieter(known.get(key), row)
             say(table([row]).splitlines()[-1])
             if args.out:  # what is measured is not lost when the run is ended

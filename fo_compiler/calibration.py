@@ -254,9 +254,11 @@ class Calibrator:
         one_us = self.matmul_us(256, 256, 256, torch.float32)
         sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
         above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
-        alone_us = max(
-            self._gathered(self._median_us(lambda: self._post((sent, above), (torch.empty_like(sent), below))))
-        )
+
+        def post() -> Transfer:
+            return self.transport.post(self.group_name, (sent, above), (torch.empty_like(sent), below))
+
+        alone_us = max(self._gathered(self._median_us(lambda: post().wait())))
         count = max(1, int(alone_us / one_us / 3))
 
         def compute() -> None:
@@ -269,7 +271,7 @@ class Calibrator:
         for _ in range(2 * self.repeats):
             dist.barrier()
             start = time.perf_counter()
-            transfer = self.transport.post(self.group_name, (sent, above), (torch.empty_like(sent), below))
+            transfer = post()
             compute()
             computed = time.perf_counter()
             transfer.wait()

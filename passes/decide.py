@@ -107,11 +107,6 @@ def machine_of(options: Options, device_type: str) -> Machine:
     return find_machine(options.machine) if options.machine is not None else default_machine(device_type)
 
 
-def margin_of(options: Options, machine: Machine) -> float:
-    """What a prediction has to gain, as a share of the plain time, before `auto` believes it."""
-    return machine.margin if options.margin is None else options.margin
-
-
 def decide(site: Site, options: Options, reserved: frozenset[Node] = frozenset()) -> Decision:
     """Plan the region of a site and choose how deep it is, and its schedule.
 

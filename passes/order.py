@@ -10,15 +10,13 @@ alone. Pointwise nodes stay free to be fused.
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, Node
 
 from ..runtime import ops
 from ..torch_adapter import run_after
+from .edit import c10d
 from .rules import RESHAPES
 from .sites import is_collective
-
-c10d = torch.ops._c10d_functional
 
 
 def is_pinned(node: Node) -> bool:

@@ -23,7 +23,7 @@ from ..schedule.choose import collective_us
 from ..schedule.machine import Machine
 from ..schedule.sliced_collective import SlicedTime, choose_slices
 from ..schedule.sliced_collective import Slices as Series
-from .decide import LONG_ROWS, WHOLE, Products, body_us, machine_of, margin_of, products_of, slice_bytes_of
+from .decide import LONG_ROWS, WHOLE, Products, body_us, machine_of, products_of, slice_bytes_of
 from .edit import c10d
 from .regions import Region, most_slices, plan_region
 from .rules import aten
@@ -77,7 +77,7 @@ def _predicted(region: Region, options: Options) -> SlicedAllReduce | None:
     joined_us = machine.copy_us(prod(example_shape(site.value)) * tensor_of(site.value).element_size())
     predicted_us = chosen.predicted_us + joined_us
     saved_us = plain_us - predicted_us
-    if options.rewrite == "auto" and saved_us <= margin_of(options, machine) * plain_us:
+    if options.rewrite == "auto" and saved_us <= machine.least_gain(options.margin) * plain_us:
         return None
     reason = (
         f"predicted {saved_us / plain_us:.1%} faster on machine {machine.name} with the library's all-reduce of each slice "

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from ..options import Options
 from ..schedule import Kind, Schedule
 from ..schedule.choose import Choice, collective_us
-from .decide import Decision, decide, machine_of, margin_of
+from .decide import Decision, decide, machine_of
 from .edit import Edit, c10d
 from .regions import Region, first_matmuls, ways_of
 from .separability import NotSeparable, example_shape, is_contiguous, tensor_of
@@ -130,7 +130,7 @@ def _judge(
     else:
         how = "its reduce-scatter half under the matmuls before it and its all-gather half under those after it"
     saved_us = plain_us - split_us
-    if not always and saved_us <= margin_of(options, machine) * plain_us:
+    if not always and saved_us <= machine.least_gain(options.margin) * plain_us:
         return None
     schedules = " + ".join(region.best.describe() for region in regions if region.best is not None)
     reason = (

@@ -229,7 +229,7 @@ def choose(
 
     Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
     """
-    margin = machine.margin if margin is None else margin
+    margin = machine.least_gain(margin)
     scale = max(machine.scale(rank) for rank in range(ranks))
     whole_us = region.whole_us(kind, ranks) * scale
     communication_us = collective_us(kind, machine, ranks, region.slice_bytes)

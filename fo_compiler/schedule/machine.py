@@ -108,6 +108,10 @@ class Machine:
             raise MachineError.wrong("compute_scale", f"a factor for rank {rank}", f"{len(self.compute_scale)} factors")
         return self.compute_scale[rank]
 
+    def least_gain(self, margin: float | None) -> float:
+        """What a prediction has to gain, as a share of the plain time: `margin`, or where it is None the machine's."""
+        return self.margin if margin is None else margin
+
     def matmul_us(self, m: int, k: int, n: int, dtype: str = "bf16") -> float:
         """Time of one [M, K] @ [K, N], launch included."""
         return self.matmul.time_us(m, k, n, dtype_name(dtype)) + self.launch_us

@@ -62,7 +62,7 @@ _ETHERNET = {gigabit: _link(gigabit / 8, 50.0) for gigabit in (1, 10, 25, 100)} 
 # a kernel launch that is queued behind another costs some 2 us of idle GPU [own]; posting a send and a receive costs the
 # host some 10 us [own], which a small region cannot run ahead of.
 _NCCL = {"post_us": 10.0, "gap_us": 2.0, "launch_us": 2.0, "compute_slowdown": 1.35, "transfer_slowdown": 1.05}
-# Sockets: to post a step and to wait for it takes 150 us of the host at best, 350 us behind other work (docs/performance.md), and
+# Sockets: to post a step and to wait for it takes 100 us of the host at best, 350 us behind other work (docs/performance.md), and
 # copying takes cores from the matmul [own].
 _SOCKETS = {
     "post_us": 250.0,
