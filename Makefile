@@ -29,7 +29,7 @@ test: .venv/ready  ## run all tests (under 15 minutes on 2 cores)
 	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 quick: .venv/ready  ## run the fast tests (under 90 seconds)
-	$(RUN) FO_TEST_EXAMPLES=10 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not nightly"
+	$(RUN) FO_TEST_EXAMPLES=5 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not nightly"
 
 nightly: .venv/ready  ## run what takes minutes to hours: long fuzzing, soak
 	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 0 -m nightly

@@ -180,6 +180,7 @@ def test_a_wrong_mode_is_an_option_error_that_lists_the_known_ones(mode: Any) ->
         fo_compiler.backend.flashoverlap(fx.symbolic_trace(lambda x: x), [torch.ones(1)], mode=mode)
 
 
+@pytest.mark.slow
 def test_the_environment_configures_the_backend_and_an_option_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FO_REWRITE", "never")
     report, _ = compiled(gathered_matmul)

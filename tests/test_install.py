@@ -109,6 +109,7 @@ def test_the_first_call_counts_and_not_where_torch_compile_was_called() -> None:
     assert run(inside) == []
 
 
+@pytest.mark.slow
 def test_code_that_was_compiled_inside_stays_after_the_block_and_before_it_stays_plain() -> None:
     compiled = torch.compile(gathered_matmul, dynamic=False)
     other = torch.compile(gathered_matmul_twice, dynamic=False)
@@ -158,6 +159,7 @@ def test_a_pass_of_the_user_runs_before_ours(where: str) -> None:
     assert len(report.rewritten) == 1
 
 
+@pytest.mark.slow
 def test_of_nested_blocks_the_innermost_counts_and_then_the_outer_one_again() -> None:
     def compile_and_run() -> list[tuple[str, str | None]]:
         torch._dynamo.reset()
@@ -173,6 +175,7 @@ def test_of_nested_blocks_the_innermost_counts_and_then_the_outer_one_again() ->
     assert {record.schedule for record in outer.records} == {"ring", "direct"}
 
 
+@pytest.mark.slow
 def test_blocks_may_close_in_any_order() -> None:
     original = inductor.compile_fx
     first, second = fo_compiler.installed(rewrite="always"), fo_compiler.installed(rewrite="always")

@@ -101,6 +101,7 @@ def test_importing_a_package_is_cheap(module: str) -> None:
     assert python(code) == "[]"
 
 
+@pytest.mark.slow
 def test_importing_the_backend_does_not_import_inductor() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import fo_compiler.backend; new = set(sys.modules) - before;"

@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from fo_compiler import passes
@@ -44,6 +45,7 @@ def steps(layers: int) -> int:
     return made
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_pass_grow_with_the_layers_and_not_with_their_square() -> None:
     few, more, many = steps(2), steps(6), steps(10)
     assert many - more < 1.1 * (more - few)

@@ -107,6 +107,7 @@ def unordered_conflicts(plan: Plan) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.slow
 @given(plans())
 def test_conflicts_are_those_that_no_path_orders(plan: Plan) -> None:
     found = {

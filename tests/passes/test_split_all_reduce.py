@@ -121,6 +121,7 @@ def looked_up(tokens: Tensor, table: Tensor, norm: Tensor, v: Tensor) -> tuple[T
     return y, F.layer_norm(y, (y.shape[-1],), norm) @ v
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["ring", "bidirectional", "direct"])
 @pytest.mark.parametrize("m", [1, 2])
 def test_the_gather_half_alone_is_hidden_where_no_matmul_makes_what_is_summed(schedule: str, m: int) -> None:

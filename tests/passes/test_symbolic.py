@@ -198,6 +198,7 @@ def test_a_rank_has_several_slices_of_what_the_program_says_divides_by_the_ranks
     assert record.schedule == "ring x2"
 
 
+@pytest.mark.slow
 def test_slices_are_no_finer_than_two_rows_in_the_first_call() -> None:
     """Where torch sees a 1 it takes it for a constant: what is compiled then would be wrong for other lengths."""
 

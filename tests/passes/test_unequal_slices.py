@@ -217,6 +217,7 @@ def test_symbolic_slices_are_long_in_the_first_call(length: int, m: int, monkeyp
     assert max(asked[0]) == m
 
 
+@pytest.mark.slow
 def test_a_compiler_is_told_first_that_symbolic_slices_have_two_rows() -> None:
     """What it asks of them itself ends in guards that divide by their sizes, which are 0 for short lengths."""
     gm = capture(gather, inputs_at(6)[0], {0: (1,)})
@@ -245,6 +246,7 @@ def test_an_unequal_all_gather_looks_as_in_the_golden() -> None:
     check_golden("all_gather_unequal.txt", graph_text(gm.graph))
 
 
+@pytest.mark.slow
 def test_sizes_of_symbolic_slices_are_computed_from_the_inputs() -> None:
     gm = rewritten(capture(gather, inputs_at(6)[0], {0: (1,)}), N, slices_per_rank=2)
     read_off = gm.graph.find_nodes(op="call_function", target=aten.sym_size.int)

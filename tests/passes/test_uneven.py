@@ -166,6 +166,7 @@ def test_a_step_gives_the_values_and_gradients_of_the_plain_graph(data: st.DataO
     assert all(record.rewritten for record in records), records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [10, 13])
 def test_shares_that_are_not_equal_may_travel_in_pieces_of_any_size(size: int) -> None:
     with ragged(size):
@@ -180,6 +181,7 @@ def test_rows_of_one_rank_alone_are_left_with_their_padding(size: int) -> None:
     assert {record.rewritten for record in records} == {size == 2}, records
 
 
+@pytest.mark.slow
 def test_sums_of_two_scattered_gradients_travel_once_on_every_rank() -> None:
     records, _ = run(lambda on: step(on, 1, True), 7, 3, 1, slices_per_rank=1)
     merged = [r for r in records if r.collective.startswith("reduce_scatter") and "results are added" in r.reason]

@@ -244,6 +244,7 @@ def test_messages_of_any_size_arrive_in_chunks(shape: tuple[int, ...], dtype: to
         assert torch.equal(received, chunk)
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_group_is_made_once_and_nothing_is_kept_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 

@@ -252,6 +252,7 @@ def test_a_sent_tensor_lives_until_the_transfer_is_awaited(group: FakeGroup, mes
     assert watch() is None
 
 
+@pytest.mark.slow
 def test_a_transfer_that_nobody_awaits_keeps_its_memory_until_its_message_cannot_come_any_more(
     group: FakeGroup, message: Tensor
 ) -> None:

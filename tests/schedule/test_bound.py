@@ -156,6 +156,7 @@ def test_an_exact_solver_finds_no_counterexample(uniform: bool, kind: Kind) -> N
     assert met > 0 or not uniform
 
 
+@pytest.mark.slow
 def test_what_is_found_by_search_is_near_the_optimum() -> None:
     rng = random.Random(7)
     ratios = []

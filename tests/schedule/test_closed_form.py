@@ -132,6 +132,7 @@ def test_without_latency_the_condition_is_that_of_the_paper(ranks: int, m: int, 
     assert bool(cf.evaluate(form.hidden, values)) == (communication <= limit)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_the_best_number_of_slices_is_found(data: st.DataObject) -> None:

@@ -27,6 +27,7 @@ def test_a_table_of_the_page_is_up_to_date(tables: ModuleType, name: str) -> Non
     assert f"<!-- table {name} -->\n{tables.markdown(tables.tables([2, 4])[name]())}\n<!-- end -->" in page
 
 
+@pytest.mark.slow
 def test_the_chosen_schedule_is_near_the_bound_where_a_ring_is_far(tables: ModuleType) -> None:
     head, *rows = tables.groups_table(tables.Kind.ALL_GATHER, [8])
     by_machine = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
@@ -37,6 +38,7 @@ def test_the_chosen_schedule_is_near_the_bound_where_a_ring_is_far(tables: Modul
         assert float(by_machine[name]["ring"]) > 2 * float(by_machine[name]["bound"])
 
 
+@pytest.mark.slow
 def test_the_rows_of_small_groups_are_those_of_the_page(tables: ModuleType) -> None:
     page = (ROOT / "docs" / "scheduling.md").read_text()
     for line in tables.markdown(tables.groups_table(tables.Kind.REDUCE_SCATTER, [2, 4])).splitlines():

@@ -39,6 +39,7 @@ def test_any_pieces_make_a_schedule(kind: Kind, family: str, ranks: int, across:
     assert text_timeline(schedule, 0).count("compute") == 1 + len(computed)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(OWN_ALONE),
