@@ -92,10 +92,9 @@ def measure_compute(case: Case) -> tuple[float, list[MatmulPoint], tuple[float, 
 
     calibrator = Calibrator(repeats=5)
     m, k, n = case.shape
-    points = []
-    for slices in (1, case.ranks, 2 * case.ranks, 4 * case.ranks, 8 * case.ranks):
-        us = calibrator.matmul_us(m // slices, k, n, torch.float32)
-        points.append(MatmulPoint(m // slices, k, n, "fp32", us))
+    shapes = [(m // slices, k, n) for slices in (1, case.ranks, 2 * case.ranks, 4 * case.ranks, 8 * case.ranks)]
+    times = calibrator.matmuls_us(shapes, torch.float32)
+    points = [MatmulPoint(*shape, "fp32", us) for shape, us in zip(shapes, times, strict=True)]
     return points[1].time_us, points, calibrator.contention(4 * case.slice_bytes), calibrator.memory_GBps()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,7 @@ from .schedule.matmul import Measured, dtype_name
 from .schedule.network import Matrix, Network, Uniform
 
 T = TypeVar("T")
+Run = tuple[Callable[[], object], int]  # what is timed, and how many of it in a row
 
 LINK_SIZES = (4_096, 65_536, 524_288, 2_097_152)  # bytes
 MATMUL_SHAPES = (
@@ -149,7 +151,11 @@ def _in_a_row(size_bytes: int) -> int:
 
 
 class Calibrator:
-    """Measures the default process group. `device` is where tensors live; `repeats` of each measurement, median taken."""
+    """Measures the default process group. `device` is where tensors live; `repeats` of each measurement, median taken.
+
+    Measurements of one kind take turns. What disturbs the machine for a while is then in a turn of each of them, which the
+    median leaves out, and not in all turns of one.
+    """
 
     def __init__(self, device: str = "cpu", repeats: int = 5) -> None:
         self.device = torch.device(device)
@@ -164,19 +170,31 @@ class Calibrator:
         self, sizes: Sequence[int] = LINK_SIZES, shifts: Sequence[int] | None = None
     ) -> dict[tuple[int, int], LinkFit]:
         """Fits of the links from each rank to the rank `shift` above, all of one shift at the same time."""
+        tensors = [self._ones(size) for size in sizes]
+        asked = [(shift, sent) for shift in shifts or range(1, self.ranks) for sent in tensors]
+        times = self._each_us([self._exchange(sent, shift) for shift, sent in asked])
         links: dict[tuple[int, int], LinkFit] = {}
-        for shift in range(1, self.ranks) if shifts is None else shifts:
-            samples = [(float(size), self.exchange_us(size, shift)) for size in sizes]
-            for receiver, of_rank in enumerate(self._gathered(samples)):
-                links[(receiver - shift) % self.ranks, receiver] = fit_link(of_rank)
+        for receiver, of_rank in enumerate(self._gathered(times)):
+            samples: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+            for (shift, sent), us in zip(asked, of_rank, strict=True):
+                samples[shift].append((float(sent.nbytes), us))
+            for shift, of_shift in samples.items():
+                links[(receiver - shift) % self.ranks, receiver] = fit_link(of_shift)
         return links
 
-    def exchange_us(self, size_bytes: int, shift: int = 1, both: bool = True) -> float:
-        """Time until a message from the rank `shift` below is here, while one to the rank `shift` above leaves.
+    def full_duplex(self, size_bytes: int) -> bool:
+        """Whether a message is as fast with one in the other direction as without (asked of pairs of neighbours)."""
+        if self.ranks % 2:
+            return True
+        sent = self._ones(size_bytes)
+        one_us, both_us = self._slowest_us([self._exchange(sent, 1, both=False), self._exchange(sent, 1)])
+        return both_us < SHARED * one_us
+
+    def _exchange(self, sent: Tensor, shift: int, both: bool = True) -> Run:
+        """Until a tensor from the rank `shift` below is here, while one to the rank `shift` above leaves.
 
         With `both` False only even ranks send, so that a pair uses one direction.
         """
-        sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
         above, below = (self.rank + shift) % self.ranks, (self.rank - shift) % self.ranks
         sends = both or self.rank % 2 == 0
         receives = both or below % 2 == 0
@@ -184,30 +202,25 @@ class Calibrator:
         def once() -> None:  # into new memory, as in a rewritten graph
             self._post((sent, above) if sends else None, (torch.empty_like(sent), below) if receives else None)
 
-        return self._each_us(once, _in_a_row(size_bytes))
-
-    def full_duplex(self, size_bytes: int) -> bool:
-        """Whether a message is as fast with one in the other direction as without (asked of pairs of neighbours)."""
-        if self.ranks % 2:
-            return True
-        one_us, both_us = self.exchange_us(size_bytes, 1, both=False), self.exchange_us(size_bytes, 1)
-        return max(self._gathered(both_us)) < SHARED * max(self._gathered(one_us))
+        return once, _in_a_row(sent.nbytes)
 
     def collectives(self, sizes: Sequence[int] = LINK_SIZES) -> dict[Kind, LinkFit]:
         """Fits of the backend's own collectives; a kind that it does not have is absent. Sizes are of one rank's slice."""
-        fits = {}
+        tensors = [(part, part.repeat(self.ranks)) for part in map(self._ones, sizes)]
+        asked = []
         for kind, run in COLLECTIVES.items():
-            samples = []
             try:
-                for size in sizes:
-                    part = torch.ones(max(size // 4, 1), device=self.device)
-                    whole = part.repeat(self.ranks)
-                    each_us = self._each_us(partial(run, part, whole), _in_a_row(size))
-                    samples.append((float(size), max(self._gathered(each_us))))
+                run(*tensors[0])
             except (RuntimeError, NotImplementedError):  # the same on all ranks: the backend lacks it
                 continue
-            fits[kind] = fit_link(samples)
-        return fits
+            asked += [(kind, part, whole) for part, whole in tensors]
+        times = self._slowest_us(
+            [(partial(COLLECTIVES[kind], part, whole), _in_a_row(part.nbytes)) for kind, part, whole in asked]
+        )
+        samples: defaultdict[Kind, list[tuple[float, float]]] = defaultdict(list)
+        for (kind, part, _), us in zip(asked, times, strict=True):
+            samples[kind].append((float(part.nbytes), us))
+        return {kind: fit_link(of_kind) for kind, of_kind in samples.items()}
 
     def post_us(self) -> float:
         """How long a step holds up a rank: to post it, and to wait for it when it is done.
@@ -230,56 +243,54 @@ class Calibrator:
             times.append((posted - start + time.perf_counter() - before) * 1e6)
         return max(self._gathered(statistics.median(times)))
 
-    def matmul_us(self, m: int, k: int, n: int, dtype: torch.dtype) -> float:
-        """One [M, K] @ [K, N] with every rank computing."""
-        a, b = torch.ones(m, k, dtype=dtype, device=self.device), torch.ones(k, n, dtype=dtype, device=self.device)
-        out = torch.empty(m, n, dtype=dtype, device=self.device)
-        torch.mm(a, b, out=out)
-        in_a_row = max(1, min(200, int(2e8 / (2.0 * m * k * n))))
-        return max(self._gathered(self._each_us(lambda: torch.mm(a, b, out=out), in_a_row)))
+    def matmuls_us(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> list[float]:
+        """[M, K] @ [K, N] of each (M, K, N), with every rank computing."""
+        runs = []
+        for m, k, n in shapes:
+            a, b = torch.ones(m, k, dtype=dtype, device=self.device), torch.ones(k, n, dtype=dtype, device=self.device)
+            out = torch.empty(m, n, dtype=dtype, device=self.device)
+            runs.append((partial(torch.mm, a, b, out=out), max(1, min(200, int(2e8 / (2.0 * m * k * n))))))
+        return self._slowest_us(runs)
 
     def memory_GBps(self) -> float:
         """Bandwidth of adding two tensors into a third, 2 MB each: that of a received partial sum."""
         size = 524_288
         a, b = torch.ones(size, device=self.device), torch.ones(size, device=self.device)
-        out = torch.empty_like(a)
-
-        each_us = self._each_us(lambda: torch.add(a, b, out=out), 10)
-        return 3 * 4 * size / (max(self._gathered(each_us)) * 1e3)
+        (each_us,) = self._slowest_us([(partial(torch.add, a, b, out=torch.empty_like(a)), 10)])
+        return 3 * 4 * size / (each_us * 1e3)
 
     def contention(self, size_bytes: int) -> tuple[float, float]:
         """(compute_slowdown, transfer_slowdown), from a transfer that lasts about three times its compute."""
         a, b = (torch.ones(256, 256, device=self.device) for _ in range(2))
         out = torch.empty_like(a)
-        one_us = self.matmul_us(256, 256, 256, torch.float32)
-        sent = torch.ones(max(size_bytes // 4, 1), device=self.device)
+        sent = self._ones(size_bytes)
         above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
         def post() -> Transfer:
             return self.transport.post(self.group_name, (sent, above), (torch.empty_like(sent), below))
 
-        alone_us = max(self._gathered(self._median_us(lambda: post().wait())))
-        count = max(1, int(alone_us / one_us / 3))
+        def transfer() -> None:
+            post().wait()
 
-        def compute() -> None:
-            for _ in range(count):
-                torch.mm(a, b, out=out)
-            self._synchronize()
+        def multiply() -> None:
+            torch.mm(a, b, out=out)
 
-        compute_us = max(self._gathered(self._median_us(compute)))
-        pairs = []
+        one_us, of_transfer_us = self._slowest_us([(multiply, 6), (transfer, 1)])
+        count = max(1, int(of_transfer_us / one_us / 3))
+        turns = []
         for _ in range(2 * self.repeats):
+            alone_us, compute_us = self._timed_us(transfer), self._timed_us(multiply, count)
             dist.barrier()
             start = time.perf_counter()
-            transfer = post()
-            compute()
-            computed = time.perf_counter()
-            transfer.wait()
+            posted = post()
+            for _ in range(count):
+                multiply()
             self._synchronize()
-            pairs.append(((computed - start) * 1e6, (time.perf_counter() - start) * 1e6))
-        computed_us = max(self._gathered(statistics.median(pair[0] for pair in pairs)))
-        total_us = max(self._gathered(statistics.median(pair[1] for pair in pairs)))
-        return slowdowns(compute_us, alone_us, computed_us, total_us)
+            computed = time.perf_counter()
+            posted.wait()
+            self._synchronize()
+            turns.append((compute_us, alone_us, (computed - start) * 1e6, (time.perf_counter() - start) * 1e6))
+        return slowdowns(*self._slowest([statistics.median(times) for times in zip(*turns, strict=True)]))
 
     def margin(self) -> float:
         """What a prediction has to gain here: no less than what a transfer or a collective measured so far was off by."""
@@ -323,9 +334,9 @@ class Calibrator:
             slow = self.contention(4 * sizes[-1])
         say("matmuls ...")
         points = tuple(
-            Point(m, k, n, dtype_name(str(dtype)), self.matmul_us(m, k, n, dtype))
+            Point(m, k, n, dtype_name(str(dtype)), us)
             for dtype in dtypes
-            for m, k, n in shapes
+            for (m, k, n), us in zip(shapes, self.matmuls_us(shapes, dtype), strict=True)
         )
         memory_GBps = self.memory_GBps()
         machine = Machine(
@@ -353,26 +364,35 @@ class Calibrator:
         transfer.wait()
         self._synchronize()
 
-    def _median_us(self, once: Callable[[], None]) -> float:
-        once()
-        times = []
-        for _ in range(self.repeats):
-            dist.barrier()
-            start = time.perf_counter()
-            once()
-            self._synchronize()
-            times.append((time.perf_counter() - start) * 1e6)
-        self._noise.append(noise_of(times))
-        return statistics.median(times)
+    def _each_us(self, runs: Sequence[Run]) -> list[float]:
+        """The time of one of each of these, on this rank: the median of the turns that they take."""
+        times: list[list[float]] = [[] for _ in runs]
+        for turn in range(1 + self.repeats):
+            for of_run, (run, count) in zip(times, runs, strict=True):
+                us = self._timed_us(run, count) / count
+                if turn > 0:  # the first one warms up
+                    of_run.append(us)
+        self._noise += [noise_of(of_run) for of_run in times]
+        return [statistics.median(of_run) for of_run in times]
 
-    def _each_us(self, run: Callable[[], object], times: int) -> float:
-        """Of `times` in a row, the time of each."""
+    def _slowest_us(self, runs: Sequence[Run]) -> list[float]:
+        """The same, on the slowest rank."""
+        return self._slowest(self._each_us(runs))
 
-        def in_a_row() -> None:
-            for _ in range(times):
-                run()
+    def _slowest(self, times: list[float]) -> list[float]:
+        return [max(of_ranks) for of_ranks in zip(*self._gathered(times), strict=True)]
 
-        return self._median_us(in_a_row) / times
+    def _ones(self, size_bytes: int) -> Tensor:
+        return torch.ones(max(size_bytes // 4, 1), device=self.device)
+
+    def _timed_us(self, run: Callable[[], object], count: int = 1) -> float:
+        """Of `count` in a row, on ranks that begin together."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        self._synchronize()
+        return (time.perf_counter() - start) * 1e6
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,20 @@ def test_a_prediction_has_to_gain_what_a_measurement_is_off_by(noise: list[float
         calibrator._gathered = lambda value: [value, value / 2]
         calibrator._noise = noise
         assert calibrator.margin() == margin
+
+
+def test_what_disturbs_the_machine_for_a_while_is_in_a_few_turns_of_each_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = count()
+    busy = range(20, 36)  # two turns of eight measurements, of the five that count
+
+    def timed_us(self: Calibrator, run: object, times: int = 1) -> float:
+        return 10.0 * times * (3.0 if next(calls) in busy else 1.0)
+
+    monkeypatch.setattr(Calibrator, "_timed_us", timed_us)
+    with fake_process_group(0, 2):
+        assert Calibrator(repeats=5)._each_us([(print, 1 + i) for i in range(8)]) == [10.0] * 8
 
 
 def test_a_latency_is_never_below_zero() -> None:
