@@ -1,4 +1,4 @@
-"""The whole set: `python -m benchmarks` (some 50 minutes on two quiet cores), or parts of it: `--part training`.
+"""The whole set: `python -m benchmarks` (a good hour on two quiet cores), or parts of it: `--part training`.
 
 Results go to benchmarks/results/*.json after each case; `python -m benchmarks.report` puts them into docs/performance.md, which
 says what each one is. A part that fails is named at the end, and does not keep the others from running.
@@ -26,10 +26,13 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "overlap_slow_link": (overlap.main, f"{_SWEEP} --ranks 4 --links slow_link --ratio 0.5 --minutes 4"),
     "overlap_nodes": (overlap.main, f"{_SWEEP} --ranks 4 --links nodes --ratio 0.5 --minutes 4"),
     "overlap_8": (overlap.main, f"{_SWEEP} --ranks 8 --ratio 0.5 --minutes 6"),
-    "overlap_sizes": (
+    "overlap_large": (
         overlap.main,
-        f"--sweep --rate {RATE} --slice-mb 4 0.25 --repeats 7 --budget-s 8 --ranks 4 --ratio 0.5 --minutes 6 "
-        "--kind all_gather --kind reduce_scatter --kind all_to_all",
+        f"--sweep --rate {RATE} --slice-mb 4 --budget-s 8 --ranks 4 --ratio 0.5 --ratio 1 --ratio 2 --minutes 16",
+    ),
+    "overlap_small": (
+        overlap.main,
+        f"--sweep --rate {RATE} --slice-mb 0.25 --budget-s 4 --ranks 4 --ratio 0.5 --minutes 3",
     ),
     "overlap_matmul": (
         overlap.main,
@@ -43,7 +46,15 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "compile_8": (overhead.main, "--no-ops --layers 8 --pass-layers --minutes 15"),
     "compile_32": (overhead.main, "--no-ops --layers 32 --pass-layers --minutes 40"),
 }
-NOT_QUICK = ("overlap_slow_link", "overlap_nodes", "overlap_8", "overlap_sizes", "overlap_matmul", "training")
+NOT_QUICK = (
+    "overlap_slow_link",
+    "overlap_nodes",
+    "overlap_8",
+    "overlap_large",
+    "overlap_small",
+    "overlap_matmul",
+    "training",
+)
 APART = ("compile_8", "compile_32")  # minutes of compiling: only where it is asked for
 
 

@@ -102,6 +102,14 @@ class Decision:
         return self.choice.plain_us - self.choice.best.predicted_us
 
 
+def doubt_us(decision: Decision | None, options: Options) -> float:
+    """How much more a region has to save than the library's own sums do: those are measured whole, not put together of steps."""
+    if decision is None or decision.choice is None:
+        return 0.0
+    machine = machine_of(options, tensor_of(decision.region.site.value).device.type)
+    return machine.least_gain(options.margin) * decision.choice.plain_us
+
+
 def machine_of(options: Options, device_type: str) -> Machine:
     """The machine that predictions are made for. Raises MachineError for an unknown name or a broken file."""
     return find_machine(options.machine) if options.machine is not None else default_machine(device_type)

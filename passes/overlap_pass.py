@@ -28,7 +28,7 @@ from ..runtime.transport import current_transport
 from ..schedule import Kind, Schedule, verify
 from ..torch_adapter import group_members, inductor_pass_class, orders_mutation, trace_artifact
 from .chains import find_chain
-from .decide import Decision, decide, machine_of
+from .decide import Decision, decide, doubt_us, machine_of
 from .edit import Edit
 from .graph_verifier import signature, verify_graph
 from .merge_sums import merge_sums
@@ -260,8 +260,8 @@ class _Rewriter:
             sliced = slice_all_reduce(site, self.options, reserved)
             if sliced is not None and self.options.schedule == LIBRARY:
                 least_us = inf
-            elif sliced is not None and sliced.saved_us > least_us:
-                least_us = sliced.saved_us
+            elif sliced is not None and sliced.saved_us > least_us - doubt_us(decision, self.options):
+                least_us = max(least_us, sliced.saved_us)
             else:
                 sliced = None
             halves = split_all_reduce(self.graph, site, least_us, self.options, self.groups, reserved, self.wanted)

@@ -35,7 +35,7 @@ def reduced(x: Tensor, w: Tensor) -> Tensor:
     return torch.relu(all_reduce(x @ w))
 
 
-def machine_file(directory: Path, pairs_GBps: float = 20.0) -> str:
+def machine_file(directory: Path, pairs_GBps: float = 20.0, latency_us: float = 20.0) -> str:
     """Eight ranks: an all-reduce of [4096, 4096] by the library takes about half as long as a matmul of that size."""
     machine = Machine(
         "slow links",
@@ -43,7 +43,7 @@ def machine_file(directory: Path, pairs_GBps: float = 20.0) -> str:
         Uniform(10.0, pairs_GBps),
         Roofline({"bf16": 100.0}, 2000.0, units=64),
         post_us=5.0,
-        collectives=(CollectiveTime("all_reduce", 8, 20.0, 6.0),),
+        collectives=(CollectiveTime("all_reduce", 8, latency_us, 6.0),),
     )
     path = directory / "machine.json"
     machine.save(path)
@@ -111,6 +111,15 @@ def test_it_is_chosen_where_it_is_predicted_to_pay_and_says_so(tmp_path: Path) -
     assert "library's all-reduce of each slice" in record.reason
     tiny = decided(reduced, Options(machine=machine_file(tmp_path)), rows=8)
     assert not tiny.rewritten
+
+
+@pytest.mark.parametrize(("margin", "schedule"), [(0.0, "direct"), (0.05, "library"), (None, "library")])
+def test_transfers_between_pairs_have_to_be_better_by_what_a_prediction_is_off_by(
+    margin: float | None, schedule: str, tmp_path: Path
+) -> None:
+    """Here they are, by 4 % of the plain time."""
+    options = Options(machine=machine_file(tmp_path, 150.0, latency_us=150.0), margin=margin)
+    assert (decided(reduced, options, rows=4096).schedule or "").startswith(schedule)
 
 
 def test_a_matmul_behind_it_makes_the_halves_the_better_choice(tmp_path: Path) -> None:
