@@ -147,7 +147,7 @@ COLLECTIVES: dict[Kind, Callable[[Tensor, Tensor], Any]] = {
 
 def _in_a_row(size_bytes: int) -> int:
     """How many messages are timed together, so that a late start, or a burst that a limited link lets through, matters less."""
-    return max(3, min(20, 1_000_000 // max(size_bytes, 1)))
+    return max(6, min(20, 2_000_000 // max(size_bytes, 1)))
 
 
 class Calibrator:

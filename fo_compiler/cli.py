@@ -38,6 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlashOverlapError as error:
         print(f"fo-compiler {args.command}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:  # no file of the user's
+            raise
+        print(f"fo-compiler {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -14,10 +14,16 @@ class OptionError(FlashOverlapError, ValueError):
     """An option or environment variable has an unknown name, a wrong type or a wrong value."""
 
     @classmethod
-    def unknown(cls, name: str, ours: Iterable[str]) -> OptionError:
+    def unknown(cls, name: str, ours: Iterable[str], inductors: bool = False) -> OptionError:
+        """`inductors`: Inductor was asked for the option, too."""
         ours = sorted(ours)
         close = difflib.get_close_matches(name, ours, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        if not inductors:
+            return cls(
+                f"fo_compiler has no option {name!r}.{hint} Options: {', '.join(ours)}. "
+                "Inductor's own belong into the options of torch.compile."
+            )
         return cls(
             f"backend 'flashoverlap' has no option {name!r}, and neither has Inductor.{hint} "
             f"Options of ours: {', '.join(ours)}. "
@@ -78,4 +84,4 @@ class DecisionsDifferError(AgreementError):
 
 
 class TorchVersionError(FlashOverlapError, ImportError):
-    """The installed torch is outside the supported range."""
+    """The installed torch is older than those that are supported."""

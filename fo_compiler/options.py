@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -20,7 +21,45 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "slice_matmul": ("auto", "library", "triton", "whole"),
     "agreement": ("error", "plain", "off"),
 }
-_COUNTS = ("slices_per_rank", "depth")
+
+
+def _is_number(value: object, whole: bool = False) -> bool:
+    return isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value, whole=True) and value >= 1  # type: ignore[operator]
+
+
+# Option -> what it has to be, and whether a value is that.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **{name: (f"one of {', '.join(map(repr, values))}", values.__contains__) for name, values in _CHOICES.items()},
+    **dict.fromkeys(
+        ("slices_per_rank", "depth"),
+        ("a whole number of at least 1, or None", lambda value: value is None or _is_count(value)),
+    ),
+    "compute_streams": ("1 or 2", lambda value: _is_count(value) and value <= 2),
+    "margin": (
+        "a number of at least 0 and below 1, or None",
+        lambda value: value is None or (_is_number(value) and 0 <= value < 1),
+    ),
+    "max_buffer_mb": (
+        "a number of at least 0, or None",
+        lambda value: value is None or (_is_number(value) and value >= 0),
+    ),
+    "machine": (
+        "the name of a preset or the path of a machine file, or None",
+        lambda value: value is None or isinstance(value, str),
+    ),
+    "dump_dir": (
+        "a path that is not empty, or None",
+        lambda value: value is None or (isinstance(value, (str, os.PathLike)) and os.fspath(value) != ""),
+    ),
+}
+# How the text of an environment variable is read.
+_READ: dict[str, Callable[[str], Any]] = {
+    "slices_per_rank": int, "depth": int, "compute_streams": int, "margin": float, "max_buffer_mb": float,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,26 +116,9 @@ class Options:
     """Directory for the graphs before and after, the drawings and the timelines of every compile; None: no dumps."""
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise OptionError.wrong(name, f"one of {', '.join(map(repr, choices))}", value)
-        for name in _COUNTS:
-            count = getattr(self, name)
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                raise OptionError.wrong(name, "a whole number of at least 1, or None", count)
-        if self.compute_streams not in (1, 2) or isinstance(self.compute_streams, bool):
-            raise OptionError.wrong("compute_streams", "1 or 2", self.compute_streams)
-        if self.margin is not None and (not _is_number(self.margin) or not 0 <= self.margin < 1):
-            raise OptionError.wrong("margin", "a number from 0 to 1, or None", self.margin)
-        if self.max_buffer_mb is not None and (not _is_number(self.max_buffer_mb) or not self.max_buffer_mb >= 0):
-            raise OptionError.wrong("max_buffer_mb", "a number of at least 0, or None", self.max_buffer_mb)
-        if self.machine is not None and not isinstance(self.machine, str):
-            raise OptionError.wrong(
-                "machine", "the name of a preset or the path of a machine file, or None", self.machine
-            )
-        if self.dump_dir is not None and not isinstance(self.dump_dir, (str, os.PathLike)):
-            raise OptionError.wrong("dump_dir", "a path, or None", self.dump_dir)
+        for name, (expected, fits) in _RULES.items():
+            if not fits(getattr(self, name)):
+                raise OptionError.wrong(name, expected, getattr(self, name))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -120,6 +142,8 @@ def split_options(
     given: Mapping[str, Any] | None, inductor_names: Callable[[], set[str]]
 ) -> tuple[Options, dict[str, Any]]:
     """Our options, and Inductor's that stand in the same dict. Raises OptionError for a name that neither knows."""
+    if not isinstance(given, Mapping) and given is not None:
+        raise OptionError(f"options: expected a dict, got {given!r}.")
     ours: dict[str, Any] = {}
     inductors: dict[str, Any] = {}
     for name, value in (given or {}).items():
@@ -131,39 +155,29 @@ def split_options(
         elif name in inductor_names():
             inductors[name] = value
         else:
-            raise OptionError.unknown(name, Options.names())
+            raise OptionError.unknown(name, Options.names(), inductors=True)
     return Options.create(ours), inductors
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _from_environment() -> dict[str, Any]:
+    variables = {f"FO_{name.upper()}": name for name in Options.names()}
+    for given in os.environ:
+        close = difflib.get_close_matches(given, variables, n=1, cutoff=0.85) if given.startswith("FO_") else []
+        if close and given not in variables:
+            raise OptionError(f"environment variable {given}: not known. Did you mean {close[0]}?")
     values: dict[str, Any] = {}
-    for name in Options.names():
-        variable = f"FO_{name.upper()}"
+    for variable, name in variables.items():
         text = os.environ.get(variable)
         if not text:
             continue
-        if name in _COUNTS:
-            if not text.isdecimal() or int(text) < 1:
-                raise OptionError(
-                    f"environment variable {variable}: expected a whole number of at least 1, got {text!r}."
-                )
-            values[name] = int(text)
-        elif name == "compute_streams":
-            if text not in ("1", "2"):
-                raise OptionError(f"environment variable {variable}: expected 1 or 2, got {text!r}.")
-            values[name] = int(text)
-        elif name in ("margin", "max_buffer_mb"):
-            try:
-                values[name] = float(text)
-            except ValueError as error:
-                raise OptionError(f"environment variable {variable}: expected a number, got {text!r}.") from error
-        elif name in _CHOICES and text not in _CHOICES[name]:
-            choices = ", ".join(map(repr, _CHOICES[name]))
-            raise OptionError(f"environment variable {variable}: expected one of {choices}, got {text!r}.")
-        else:
-            values[name] = text
+        try:
+            value = _READ.get(name, str)(text)
+        except ValueError:
+            value = text
+        expected, fits = _RULES[name]
+        if not fits(value):
+            raise OptionError(
+                f"environment variable {variable}: expected {expected.removesuffix(', or None')}, got {text!r}."
+            )
+        values[name] = value
     return values

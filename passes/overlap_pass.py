@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,11 +75,13 @@ class FlashOverlapPass(inductor_pass_class()):  # type: ignore[misc]
     """Inductor pass that does all of this package's work on a graph.
 
     Use it alone as `torch.compile(model, options={"post_grad_custom_post_pass": FlashOverlapPass()})`; the backend
-    `flashoverlap` uses it too. `before` are custom passes that run first.
+    `flashoverlap` uses it too. `before` are custom passes that run first. Raises OptionError.
     """
 
-    def __init__(self, options: Options | None = None, before: tuple[Callable[[Graph], None], ...] = ()) -> None:
-        self.options = options or Options.create()
+    def __init__(
+        self, options: Options | Mapping[str, Any] | None = None, before: tuple[Callable[[Graph], None], ...] = ()
+    ) -> None:
+        self.options = options if isinstance(options, Options) else Options.create(options)
         self.before = before
 
     def __call__(self, graph: Graph) -> None:

@@ -52,11 +52,13 @@ def test_each_schedule_family_may_be_forced(family: str) -> None:
         ("slices_per_rank", True, "whole number of at least 1"),
         ("slices_per_rank", "2", "whole number of at least 1"),
         ("dump_dir", 3, "a path"),
+        ("dump_dir", "", "a path that is not empty"),
+        ("compute_streams", True, "1 or 2"),
         ("machine", 3, "a preset"),
-        ("margin", 1, "a number from 0 to 1, or None"),
-        ("margin", -0.1, "a number from 0 to 1, or None"),
-        ("margin", float("nan"), "a number from 0 to 1, or None"),
-        ("margin", "0.1", "a number from 0 to 1, or None"),
+        ("margin", 1, "a number of at least 0 and below 1, or None"),
+        ("margin", -0.1, "a number of at least 0 and below 1, or None"),
+        ("margin", float("nan"), "a number of at least 0 and below 1, or None"),
+        ("margin", "0.1", "a number of at least 0 and below 1, or None"),
         ("max_buffer_mb", -1, "at least 0"),
         ("max_buffer_mb", float("nan"), "at least 0"),
         ("max_buffer_mb", True, "at least 0"),
@@ -84,6 +86,28 @@ def test_an_unknown_name_lists_the_known_ones_and_the_closest() -> None:
     for name in Options.names():
         assert name in message
     assert "Did you mean 'slices_per_rank'?" in message
+
+
+def test_inductor_is_named_only_where_it_was_asked() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.create({"max_autotune": True})
+    assert "neither has Inductor" not in str(caught.value)
+    with pytest.raises(OptionError, match="neither has Inductor"):
+        split_options({"no_such_option": True}, inductor_names)
+
+
+def test_options_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"expected a dict, got \['rewrite'\]"):
+        split_options(["rewrite"], inductor_names)  # type: ignore[arg-type]
+
+
+def test_a_misspelt_environment_variable_is_refused_and_others_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FO_TEST_EXAMPLES", "10")
+    monkeypatch.setenv("FO_SOMETHING_ELSE", "1")
+    assert Options.create() == Options()
+    monkeypatch.setenv("FO_REWRIT", "always")
+    with pytest.raises(OptionError, match=r"FO_REWRIT: not known\. Did you mean FO_REWRITE\?"):
+        Options.create()
 
 
 def test_a_name_that_is_no_string_is_refused() -> None:
@@ -134,6 +158,9 @@ def test_an_empty_environment_variable_counts_as_unset(monkeypatch: pytest.Monke
         ("FO_SLICES_PER_RANK", "0"),
         ("FO_MARGIN", "5%"),
         ("FO_MAX_BUFFER_MB", "1GB"),
+        ("FO_MARGIN", "1"),
+        ("FO_MAX_BUFFER_MB", "-1"),
+        ("FO_COMPUTE_STREAMS", "3"),
         ("FO_AGREEMENT", "none"),
     ],
 )

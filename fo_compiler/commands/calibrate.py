@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise CommandError(f"--repeats: expected at least 1, got {args.repeats}.")
+    if not args.out.parent.is_dir() or args.out.is_dir():  # before minutes of measuring
+        raise CommandError(f"--out: expected a file in a directory that exists, got {str(args.out)!r}.")
     import torch
     import torch.distributed as dist
 

@@ -53,11 +53,15 @@ def run(args: argparse.Namespace) -> int:
     options = Options.create()
     if options.machine is None:
         options = replace(options, machine=MACHINES[args.target])
+    if args.ranks < 1:
+        raise CommandError(f"--ranks: expected at least 1, got {args.ranks}.")
     if not 0 <= args.rank < args.ranks:
         raise CommandError(f"--rank: expected 0 to {args.ranks - 1}, got {args.rank}.")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
     init_fake_process_group(args.rank, args.ranks)
     try:
-        model, inputs = example(args.ranks)
+        model, inputs = _model_and_inputs(example(args.ranks), args.model)
         programs, report = generate(model, inputs, args.target, options, backward=not args.forward)
     finally:
         dist.destroy_process_group()
@@ -79,6 +83,12 @@ def run(args: argparse.Namespace) -> int:
         if args.out is not None:
             print(f"written to {args.out}")
     return 0
+
+
+def _model_and_inputs(found: Any, name: str) -> tuple[Any, Any]:
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise CommandError(f"model: expected {name} to return (model, [inputs]), got {type(found).__name__}.")
+    return found
 
 
 def _row(graph: str, kernel: KernelReport) -> dict[str, Any]:
@@ -111,7 +121,6 @@ def _write(
     """The programs, their launches, the records, and each kernel as source, PTX and cubin."""
     from ..codegen.program import launch_table, plan_of_program
 
-    out.mkdir(parents=True, exist_ok=True)
     (out / "records.txt").write_text(records)
     for program in programs:
         (out / f"{program.graph}.py").write_text(program.source)

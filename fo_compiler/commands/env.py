@@ -27,14 +27,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """Everything, by part. Raises OptionError for an environment variable with a wrong value."""
+    """Everything, by part. Raises OptionError or MachineError for an environment variable with a wrong value."""
     import torch
 
     from .. import __version__
     from ..options import Options
-    from ..schedule.presets import DEFAULT_PRESET, PRESETS
+    from ..schedule.presets import DEFAULT_PRESET, PRESETS, find_machine
 
     options = Options.create().to_dict()
+    if options["machine"] is not None:
+        find_machine(options["machine"])
     return {
         "versions": {
             "fo-compiler": __version__,
@@ -45,7 +47,7 @@ def collect() -> dict[str, dict[str, Any]]:
         },
         "distributed": _backends(),
         "devices": _devices(),
-        "machines": {"presets": len(PRESETS), **{f"default for {d}": name for d, name in DEFAULT_PRESET.items()}},
+        "machines": {"presets": ", ".join(PRESETS), **{f"default for {d}": name for d, name in DEFAULT_PRESET.items()}},
         "options": {name: {"value": value, **_origin(name)} for name, value in options.items()},
     }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from math import inf, nan
 from pathlib import Path
 
 from ..errors import MachineError, OptionError
 from ..schedule import Kind
 from ..schedule.choose import (
     DEFAULT_CHUNKS,
-    DEFAULT_SLICES_PER_RANK,
     Choice,
     Region,
     choose,
@@ -42,13 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     times.add_argument("--compute-ms", type=_time, help="so that all compute of a rank takes N times this")
     times.add_argument("--transfer-ms", type=_time, help="so that the collective takes N - 1 times this")
     options = parser.add_argument_group("options")
-    options.add_argument("--schedule", help="only this family (default: all)")
+    options.add_argument(
+        "--schedule", help="only this family (default: all; `library`, all-reduces in slices, is the backend's alone)"
+    )
     options.add_argument(
         "--slices-per-rank", type=_positive, nargs="+", metavar="M",
-        help=f"only these numbers of slices (default: {' '.join(map(str, DEFAULT_SLICES_PER_RANK))})",
+        help=f"only these numbers of slices (default: {_words(Kind.ALL_GATHER)}, for {Kind.ALL_GATHER_OUT} "
+        f"{_words(Kind.ALL_GATHER_OUT)}; and pieces that shrink)",
     )  # fmt: skip
     options.add_argument(
-        "--margin", type=_time, help="least gain to rewrite, as a share (default: the machine's, mostly 0.05)"
+        "--margin", type=_share, help="least gain to rewrite, as a share (default: the machine's, mostly 0.05)"
     )
     options.add_argument("--max-buffer-mb", type=_time, help="most memory for slices under way, in 10^6 bytes")
     options.add_argument(
@@ -66,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     kind = Kind(args.kind)
+    if args.rank is not None and not 0 <= args.rank < args.ranks:
+        raise OptionError.wrong("--rank", f"a rank from 0 to {args.ranks - 1}", args.rank)
     machine, region, allowed, units = _inputs(args, kind)
     try:
         choice = choose(
@@ -118,7 +124,10 @@ def _inputs(args: argparse.Namespace, kind: Kind) -> tuple[Machine, Region, tupl
     if missing:
         raise OptionError(f"a region by shape also needs {', '.join('--' + name for name in missing)}")
     machine = find_machine(args.machine)
-    dtype, ranks = dtype_name(args.dtype), args.ranks
+    try:
+        dtype, ranks = dtype_name(args.dtype), args.ranks
+    except MachineError as error:
+        raise OptionError.wrong("--dtype", f"one of {', '.join(DTYPE_BYTES)}", args.dtype) from error
     blocks = kind.blocks(ranks)
     rows = args.m // blocks
     allowed = tuple(m for m in asked if m <= rows)
@@ -157,7 +166,7 @@ def _text(args: argparse.Namespace, kind: Kind, machine: Machine, region: Region
     best = choice.best
     rows = [
         ("plain: compute and collective one after the other", choice.plain_us),
-        (f"overlap in {args.chunks} chunks, the last one exposed", choice.sliced_us),
+        (f"overlap in {args.chunks} chunks, the last one exposed, if cutting cost nothing", choice.sliced_us),
     ]
     rows += [(f"schedule {candidate.name}", candidate.predicted_us) for candidate in choice.candidates]
     rows.append((f"lower bound: {choice.bound.why}", choice.bound.us))
@@ -217,20 +226,28 @@ def _formula(kind: Kind, machine: Machine, schedule: Schedule, region: Region) -
 def _drawn(args: argparse.Namespace, schedule: Schedule) -> range:
     if args.rank is None:
         return range(min(schedule.ranks, DRAWN_RANKS if schedule.slices <= 64 else 1))
-    if not 0 <= args.rank < schedule.ranks:
-        raise OptionError.wrong("--rank", f"a rank from 0 to {schedule.ranks - 1}", args.rank)
     return range(args.rank, args.rank + 1)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return value
+def _words(kind: Kind) -> str:
+    return " ".join(map(str, slices_to_try(kind)))
 
 
-def _time(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, got {text!r}")
-    return value
+def _argument(read: Callable[[str], float], fits: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    """The type of an argument: a number that `fits`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = read(text)
+        except ValueError:
+            value = nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return convert
+
+
+_positive = _argument(int, lambda value: value >= 1, "a whole number of at least 1")
+_time = _argument(float, lambda value: 0 <= value < inf, "a finite number of at least 0")
+_share = _argument(float, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import CommandError, OptionError
 from ..runtime.profile import parse_range
 
 Event = dict[str, Any]
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     if not predicted:
         raise OptionError(
-            f"expected dumps with rewritten regions in {args.run_dir}, found none that fits; run with FO_DUMP_DIR={args.run_dir}"
+            f"expected predicted timelines of regions in {args.run_dir}, found none that fits (all-reduces in slices of the "
+            f"library have none); if there are no dumps there, run with FO_DUMP_DIR={args.run_dir}"
         )
     measured = [run for path in profiles(args.run_dir, out) for run in find_measured(path)]
     trace, shown = merge(predicted, measured)
@@ -79,9 +80,14 @@ def find_predicted(run_dir: Path) -> list[Predicted]:
     ranks = sorted(run_dir.glob("rank*/"), key=lambda path: (len(path.name), path.name))
     found = []
     for path in sorted(ranks[0].glob(f"*/*{_PREDICTED}")) if ranks else []:
-        data = json.loads(path.read_text())
         region = path.name.removesuffix(_PREDICTED)
-        found.append(Predicted(path.parent.name, region, data["otherData"]["schedule"], data["traceEvents"]))
+        try:
+            data = json.loads(path.read_text())
+            found.append(Predicted(path.parent.name, region, data["otherData"]["schedule"], data["traceEvents"]))
+        except (ValueError, LookupError, TypeError) as error:
+            raise CommandError(
+                f"{path}: expected a timeline of a dump, got {error!r}; run again with a fresh FO_DUMP_DIR."
+            ) from error
     return found
 
 

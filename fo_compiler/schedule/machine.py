@@ -82,7 +82,7 @@ class Machine:
             if getattr(self, name) < 0:
                 raise MachineError.wrong(name, "a time of at least 0", getattr(self, name))
         if not 0 <= self.margin < 1:
-            raise MachineError.wrong("margin", "a share from 0 to 1", self.margin)
+            raise MachineError.wrong("margin", "a share of at least 0 and below 1", self.margin)
         if any(scale <= 0 for scale in self.compute_scale):
             raise MachineError.wrong("compute_scale", "factors above 0", self.compute_scale)
 

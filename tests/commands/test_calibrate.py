@@ -143,6 +143,14 @@ def test_no_repeats_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 1" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (tmp_path / "none" / "m.json", tmp_path):
+        assert main(["calibrate", "--out", str(path)]) == 2
+        assert f"--out: expected a file in a directory that exists, got {str(path)!r}" in capsys.readouterr().err
+
+
 def calibrate_here(path: str) -> dict[str, Any] | None:
     """Run the command on this rank; rank 0 returns what it printed."""
     out = io.StringIO()

@@ -38,6 +38,19 @@ def test_a_rank_outside_of_the_group_is_refused(capsys: pytest.CaptureFixture[st
     assert "--rank: expected 0 to 1, got 2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0", "mlp"], "--ranks: expected at least 1, got 0"),
+        (["json:dumps"], "expected json:dumps to return (model, [inputs]), got str"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    assert main(["cross", "--target", "sm_90", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_programs_and_kernels_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

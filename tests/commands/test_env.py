@@ -18,7 +18,7 @@ def test_the_report_has_versions_devices_and_presets(capsys: pytest.CaptureFixtu
     assert report["versions"]["fo-compiler"] == fo_compiler.__version__
     assert report["versions"]["torch"] == torch.__version__
     assert report["distributed"]["gloo"] is True
-    assert report["machines"]["presets"] == len(PRESETS)
+    assert report["machines"]["presets"].split(", ") == list(PRESETS)
     assert "cpu" in report["devices"]
 
 
@@ -40,3 +40,7 @@ def test_a_wrong_variable_is_an_error_that_names_it(
     monkeypatch.setenv("FO_MARGIN", "much")
     assert main(["env"]) == 2
     assert "FO_MARGIN" in capsys.readouterr().err
+    monkeypatch.delenv("FO_MARGIN")
+    monkeypatch.setenv("FO_MACHINE", "h100-nvlnk")
+    assert main(["env"]) == 2
+    assert "Did you mean 'h100-nvlink'" in capsys.readouterr().err

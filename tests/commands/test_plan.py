@@ -123,18 +123,36 @@ def test_the_svg_is_a_picture_of_every_span(tmp_path: Path, capsys: pytest.Captu
         (["--m", "64", "--k", "64", "--n", "64", "--machine", "h100-nvlnk"], "Did you mean 'h100-nvlink'"),
         (["--compute-ms", "1", "--transfer-ms", "1", "--schedule", "spiral"], "no schedule family 'spiral'"),
         (["--compute-ms", "1", "--transfer-ms", "1", "--rank", "7"], "a rank from 0 to 3, got 7"),
+        (["--compute-ms", "1", "--transfer-ms", "1", "--rank", "7", "--json"], "a rank from 0 to 3, got 7"),
+        (
+            ["--compute-ms", "1", "--transfer-ms", "1", "--svg", "no/such/directory.svg"],
+            "no/such/directory.svg: No such file",
+        ),
+        (
+            ["--m", "64", "--k", "64", "--n", "64", "--machine", "h100-nvlink", "--dtype", "fp12"],
+            "'--dtype': expected one of fp64",
+        ),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in plan(capsys, "--kind", "all_gather", "--ranks", "4", *arguments, status=2)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "x"])
-def test_a_wrong_number_is_a_usage_error(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *(("--ranks", value, "a whole number of at least 1") for value in ("0", "-1", "x", "1.5")),
+        *(("--margin", value, "a number of at least 0 and below 1") for value in ("1", "nan", "x")),
+        *(("--compute-ms", value, "a finite number of at least 0") for value in ("-1", "inf", "x")),
+    ],
+)
+def test_a_wrong_number_is_a_usage_error(
+    name: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--kind", "all_gather", "--ranks", value])
+        main(["plan", "--kind", "all_gather", "--ranks", "4", name, value])
     assert stopped.value.code == 2
-    assert "--ranks" in capsys.readouterr().err
+    assert f"{name}: expected {expected}, got {value!r}" in capsys.readouterr().err
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,15 @@ def test_a_directory_without_dumps_is_refused_with_what_to_do(
     assert f"FO_DUMP_DIR={tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", '{"traceEvents": [', "{}", "[]"])
+def test_a_timeline_that_is_none_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rank0" / "000_forward" / "ag0_predicted.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert main(["trace", str(tmp_path)]) == 2
+    assert f"{path}: expected a timeline of a dump" in capsys.readouterr().err
+
+
 def test_a_region_that_is_not_there_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(run_dir), "--region", "rs7"]) == 2
     assert "none that fits" in capsys.readouterr().err

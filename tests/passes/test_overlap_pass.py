@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
 import fo_compiler
+from fo_compiler.errors import OptionError
 from fo_compiler.options import Options
 from fo_compiler.passes.order import is_pinned, pin_order
 from fo_compiler.passes.overlap_pass import FlashOverlapPass, graph_kind, overlap
@@ -89,6 +91,12 @@ def test_the_cache_key_changes_with_options_and_not_otherwise() -> None:
         for options in (Options(), Options(rewrite="always"), Options(schedule="ring"), Options(machine="h100-nvlink"))
     }
     assert len(keys) == 4
+
+
+def test_options_of_the_pass_may_be_a_dict() -> None:
+    assert FlashOverlapPass({"rewrite": "never"}).options == Options(rewrite="never")
+    with pytest.raises(OptionError, match="rewrit"):
+        FlashOverlapPass({"rewrit": "never"})
 
 
 def test_a_compile_with_dumps_is_never_served_from_the_cache(tmp_path) -> None:

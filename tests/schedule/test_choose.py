@@ -63,7 +63,7 @@ def test_the_margin_is_that_of_the_machine_unless_the_caller_has_one() -> None:
 
 
 def test_a_margin_of_a_machine_is_a_share() -> None:
-    with pytest.raises(MachineError, match=r"margin.*from 0 to 1"):
+    with pytest.raises(MachineError, match=r"margin.*below 1"):
         simple_machine(margin=1.0)
 
 
