@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import string
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from urllib.parse import quote, unquote
 
 log = logging.getLogger(__name__)
+# What stays as it is in a payload, so that it can be read in a dump.
+_PLAIN = "".join(set(string.printable) - set(string.whitespace) - set('"\\%')) + " "
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,12 @@ class GraphRecords:
         return json.dumps({"agreement": self.agreement, "graph": self.graph, "records": rows}, separators=(",", ":"))
 
     def to_payload(self) -> str:
-        """A string that a graph can carry: the key, then the records."""
-        return f"{self.key} {self._json()}"
+        """A string that a graph can carry: the key, then the records. Inductor's C++ programs do not escape quotes in strings."""
+        return f"{self.key} {quote(self._json(), safe=_PLAIN)}"
 
     @classmethod
     def from_payload(cls, payload: str) -> GraphRecords:
-        data = json.loads(payload.partition(" ")[2])
+        data = json.loads(unquote(payload.partition(" ")[2]))
         records = tuple(Record(**{**row, "region": tuple(row["region"])}) for row in data["records"])
         return cls(records, data["agreement"], data["graph"])
 

@@ -8,15 +8,19 @@ runs the graph with its plain collectives and the rewritten graph, each rank a t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from .errors import RewriteError
 from .options import Options
 from .passes.overlap_pass import overlap
 from .passes.separability import strides_that_matter
 from .passes.single_collectives import SINGLE_OF
+from .passes.sites import is_collective
 from .records import GraphRecords
 from .runtime.agreement import decisions
 from .runtime.local import LocalTransport, LocalWorld
@@ -87,7 +91,13 @@ def run_ranks(
 def rewrite_for_rank(
     gm: fx.GraphModule, options: Options, transport: LocalTransport
 ) -> tuple[fx.GraphModule, GraphRecords]:
-    """A copy of a graph, rewritten as `transport`'s rank would; its nodes need fake tensors in `meta["val"]`."""
+    """A copy of a graph, rewritten as `transport`'s rank would. Raises RewriteError for nodes without fake tensors."""
+    for node in gm.graph.nodes:
+        if is_collective(node) and "val" not in node.meta:
+            raise RewriteError(
+                f"{node.name}: expected a fake tensor in meta['val'], got none: capture the graph with "
+                "make_fx(function, tracing_mode='fake')(*inputs)."
+            )
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     (output,) = gm.graph.find_nodes(op="output")
@@ -100,6 +110,12 @@ def _prefixed(where: str) -> Callable[[str], str]:
     return lambda message: f"{where}: {message}"
 
 
+def _in_one_memory(tensors: Sequence[Tensor]) -> set[tuple[int, int]]:
+    """Pairs of tensors, by number, that lie in one memory."""
+    places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return {(a, b) for a, b in combinations(range(len(places)), 2) if places[a] and places[a] == places[b]}
+
+
 def assert_equivalent(
     gm: fx.GraphModule | Sequence[fx.GraphModule],
     inputs: Sequence[Sequence[Any]],
@@ -110,9 +126,12 @@ def assert_equivalent(
 ) -> GraphRecords:
     """Raise AssertionError unless the rewritten graph gives every rank what the plain graph gives.
 
-    `inputs[rank]` are the graph's inputs on that rank. `atol` is scaled by the largest value of an output. Returns the
-    records of rank 0, so that a test can also ask what was rewritten. Every rank must come to the same records. Where graphs
-    differ from rank to rank there is one for each, and the ranks must come to the same decisions.
+    That is its outputs, what it writes into its inputs, and that outputs which lie in memory of their own still do.
+
+    `inputs[rank]` are the graph's inputs on that rank; they are not changed. `atol` is scaled by the largest value of an
+    output; the defaults are for float64. Returns the records of rank 0, so that a test can also ask what was rewritten. Every
+    rank must come to the same records. Where graphs differ from rank to rank there is one for each, and the ranks must come
+    to the same decisions.
     """
     ranks = len(inputs)
     graphs = [gm] * ranks if isinstance(gm, fx.GraphModule) else gm
@@ -121,16 +140,25 @@ def assert_equivalent(
     def new_world() -> LocalWorld:
         return LocalWorld(ranks, groups or {})
 
-    plain = run_ranks(graphs.__getitem__, inputs, new_world())
+    plain_inputs, rewritten_inputs = deepcopy(inputs), deepcopy(inputs)
+    plain = run_ranks(graphs.__getitem__, plain_inputs, new_world())
     world = new_world()
     rewritten = [rewrite_for_rank(graphs[rank], options, world.transport(rank)) for rank in range(ranks)]
     one_graph = isinstance(gm, fx.GraphModule)
     decided = {records.key if one_graph else repr(decisions(records.records)) for _, records in rewritten}
     assert len(decided) == 1, f"the ranks decided differently: {[records for _, records in rewritten]}"
-    results = run_ranks(lambda rank: rewritten[rank][0], inputs, world)
+    results = run_ranks(lambda rank: rewritten[rank][0], rewritten_inputs, world)
     for rank in range(ranks):
-        for index, (want, got) in enumerate(zip(tree_leaves(plain[rank]), tree_leaves(results[rank]), strict=True)):
-            where = f"output {index} of rank {rank}"
+        wanted, found = tree_leaves(plain[rank]), tree_leaves(results[rank])
+        shared = _in_one_memory(found) - _in_one_memory(wanted)
+        assert not shared, f"outputs of rank {rank} that share their memory, and did not: {sorted(shared)}"
+        compared = [(f"output {i} of rank {rank}", *pair) for i, pair in enumerate(zip(wanted, found, strict=True))]
+        compared += [
+            (f"input {i} of rank {rank}", *((want.float(), got.float()) if want.itemsize == 1 else (want, got)))
+            for i, (want, got) in enumerate(zip(plain_inputs[rank], rewritten_inputs[rank], strict=True))
+            if isinstance(want, Tensor)
+        ]
+        for where, want, got in compared:
             largest = want.abs().max().item() if want.numel() and want.is_floating_point() else 1.0
             torch.testing.assert_close(
                 got,

@@ -2,40 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from torch.fx import Graph, Node
 
 from ..errors import RewriteError
 from ..runtime import ops
+from .aliases import memory_of
 from .separability import strides_that_matter
 from .sizes import as_size
 
+_OURS = ("_c10d_functional", "fo_compiler")
 
-def signature(graph: Graph) -> list[object]:
-    """Shape, dtype and strides of each output of a graph."""
-    (output,) = graph.find_nodes(op="output")
+
+@dataclass(frozen=True)
+class Signature:
+    """What a rewrite must not change."""
+
+    outputs: list[object]  # shape, dtype and strides of each
+    apart: frozenset[tuple[int, int]]  # outputs by number, pairs that do not lie in one memory
+    effects: Counter[str]  # what is done beside computing results: names of nodes
+
+
+def signature(graph: Graph, *, of_reshapes: bool = True) -> Signature:
+    """`of_reshapes`: count a reshape of an output as its memory, which it may be."""
+    values = _outputs(graph)
     found: list[object] = []
-    for value in output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args:
+    for value in values:
         tensor = value.meta.get("val") if isinstance(value, Node) else None
         found.append(
             (tuple(map(as_size, tensor.shape)), tensor.dtype, strides_that_matter(tensor))
             if isinstance(tensor, torch.Tensor)
             else None
         )
-    return found
+    memory = [memory_of(v, of_reshapes=of_reshapes) if isinstance(v, Node) else None for v in values]
+    pairs = combinations(range(len(values)), 2)
+    apart = frozenset((a, b) for a, b in pairs if memory[a] is not memory[b])
+    return Signature(found, apart, Counter(node.name for node in graph.nodes if _has_effect(node)))
 
 
-def verify_graph(graph: Graph, expected: list[object], collectives: Mapping[str, bool]) -> None:
+def _outputs(graph: Graph) -> Sequence[object]:
+    (output,) = graph.find_nodes(op="output")
+    return output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
+
+
+def _has_effect(node: Node) -> bool:
+    """Whether an op that is not a collective or ours does more than compute its result."""
+    namespace = getattr(node.target, "namespace", None)
+    return node.op == "call_function" and namespace not in _OURS and node.is_impure(impure_random=False)
+
+
+def verify_graph(graph: Graph, expected: Signature, collectives: Mapping[str, bool]) -> None:
     """Raise RewriteError unless the graph is well-formed.
 
     `expected` is the `signature` from before; `collectives` says for each collective node by name whether it was to be
     taken out of the graph.
     """
     graph.lint()
-    if signature(graph) != expected:
-        raise RewriteError(f"the rewrite changed the graph's outputs from {expected} to {signature(graph)}")
+    now = signature(graph, of_reshapes=False)
+    if now.outputs != expected.outputs:
+        raise RewriteError(f"the rewrite changed the graph's outputs from {expected.outputs} to {now.outputs}")
+    if shared := expected.apart - now.apart:
+        raise RewriteError(f"the rewrite let outputs share their memory that did not: {sorted(shared)}")
+    if lost := expected.effects - now.effects:
+        raise RewriteError(f"the rewrite lost what has effects: {', '.join(lost)}")
     names = {node.name for node in graph.nodes}
     for name, gone in collectives.items():
         if gone == (name in names):

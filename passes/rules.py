@@ -313,8 +313,12 @@ RULES: dict[Any, Rule] = {
 
 _POINTWISE_RULE = AxesRule(pointwise)
 
+# Ops that are a reshape on a slice: it need not be viewable where the whole tensor is, and where a squeeze leaves a dim of the
+# whole tensor alone, the slice may have one row.
+RESHAPED: tuple[Any, ...] = (*RESHAPES, aten.squeeze.dim, aten.squeeze.dims)
+
 # Ops that take the shape of their output: which argument it is, to be replaced by that of the slice.
-SHAPE_ARGUMENT: dict[Any, int] = dict.fromkeys((*RESHAPES, aten.expand.default), 1)
+SHAPE_ARGUMENT: dict[Any, int] = dict.fromkeys((*RESHAPED, aten.expand.default), 1)
 
 # Ops that only say how one tensor is read: free to be done on the whole tensor again.
 VIEWS: frozenset[Any] = frozenset(

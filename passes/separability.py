@@ -203,9 +203,12 @@ def example_shape(node: Node) -> tuple[int, ...]:
 
 
 def example_size(size: Size, node: Node) -> int:
-    """A size that follows from the symbolic ones of a node's tensor, as `example_shape`."""
+    """A size that follows from the symbolic ones of a node's tensor, as `example_shape`. Raises NotSeparable."""
     symbolic = next(s for s in tensor_of(node).shape if isinstance(s, torch.SymInt))
-    return hint(symbolic, size)
+    try:
+        return hint(symbolic, size)
+    except UnknownSize as error:
+        raise NotSeparable(f"{name_of(node)}: {error}") from error
 
 
 def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ..records import Record
+from .aliases import is_returned, is_view
 from .rules import aten
 from .sites import WAIT, is_collective
 
@@ -171,6 +172,8 @@ class SingleCollectives:
                 continue
             assert isinstance(node.target, torch._ops.OpOverload)
             (wait,), (kept_wait,) = node.users, kept.users
+            if is_returned(wait) and is_returned(kept_wait):
+                continue  # to a caller they are two tensors
             if wait < kept_wait:
                 wait.prepend(kept_wait)
             wait.replace_all_uses_with(kept_wait, propagate_meta=False)
@@ -187,7 +190,8 @@ class SingleCollectives:
         seen: dict[Hashable, Node] = {}
         for user in sorted(user for user in source.users if user.target in _BLOCK_OPS):
             kept = seen.setdefault(_call_of(user), user)
-            if kept is not user:
+            one_memory = is_view(user, of_reshapes=False) or not (is_returned(user) and is_returned(kept))
+            if kept is not user and one_memory:
                 user.replace_all_uses_with(kept, propagate_meta=False)
                 self.graph.erase_node(user)
         for kept in seen.values():

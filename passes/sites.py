@@ -192,8 +192,9 @@ def _gathered(ends: Site) -> Site:
     blocks = {node: rank for rank, chain in enumerate(chains) for node in chain}
     glue = {*blocks, *ends.wait.users}
     firsts = {chain[0] for chain in chains}
-    if not cats or any(user not in firsts and not set(user.users) <= firsts for user in ends.wait.users):
-        return ends
+    splits = {user for user in ends.wait.users if user.users and set(user.users) <= firsts}
+    if not cats or any(user not in firsts | splits for user in ends.wait.users):
+        return ends  # something reads the gathered tensor itself, or writes it somewhere
     whole = replace(ends, glue=tuple(sorted(glue)), blocks=tuple(blocks.items()))
     along = [replace(whole, value=cat, dim=cat_dim(cat)) for cat in cats]
     return replace(along[0], alternatives=tuple(along[1:]))

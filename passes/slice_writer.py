@@ -18,10 +18,11 @@ from torch import fx
 from torch.fx import Graph, Node
 
 from ..schedule import Stream
+from .aliases import is_returned
 from .attention import sliced_call
 from .fake_values import value_of
 from .regions import Region
-from .rules import ADD_PRODUCT, MATMULS, RESHAPES, SHAPE_ARGUMENT, WIDE_PRODUCT, aten, prims
+from .rules import ADD_PRODUCT, MATMULS, RESHAPED, SHAPE_ARGUMENT, WIDE_PRODUCT, aten, prims
 from .separability import (
     SIXTEEN_BIT,
     Cut,
@@ -140,8 +141,7 @@ class SliceWriter(ABC):
             return source
 
         args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
-        # The slice of a tensor need not be viewable where the whole one is.
-        target: Any = aten.reshape.default if node.target in RESHAPES else node.target
+        target: Any = aten.reshape.default if node.target in RESHAPED else node.target
         if node.target in SHAPE_ARGUMENT:
             assert split.output is not None
             shape = local_shape(shape_of(node), split.output, self.slices, slice_)
@@ -226,6 +226,8 @@ class SliceWriter(ABC):
         for node, rank in self.region.blocks_read_outside():
             args = (joined, dim, *bounds(shape_of(whole), Cut(dim), Slices(self.site.ranks), rank))
             block = self.emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
+            if is_returned(node) and is_returned(whole):  # the caller got two tensors
+                block = self.emit(f"block_{node.name}", aten.clone.default, (block,), None, kwargs=_CONTIGUOUS, of=node)
             blocks[node] = self.with_strides_of(node, block)
         return blocks
 

@@ -74,8 +74,11 @@ def _split_along(
     """The split along one dim, applied to the graph; None, and the graph as it was, where it is not to be used."""
     if not is_contiguous(tensor_of(along.wait)):
         return None  # what is gathered is, and readers may depend on strides
-    if 0 in example_shape(along.value):
-        return None  # there is nothing to split
+    try:
+        if 0 in example_shape(along.value):
+            return None  # there is nothing to split
+    except NotSeparable:
+        return None  # of no size that predictions could be made for
     edit = Edit(graph, along.wait.next)
     op, ranks, group, name = "avg" if along.averages else "sum", along.ranks, along.group_name, along.collective.name
     scatter, shard = edit.reduce_scatter(along.value, along.dim, op, ranks, group, f"{name}_scatter_half")

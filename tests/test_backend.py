@@ -522,3 +522,40 @@ def test_explain_of_a_function_for_inference() -> None:
 def test_explain_refuses_an_unknown_option() -> None:
     with pytest.raises(Exception, match="no option 'rewites'"):
         fo_compiler.explain(gathered_matmul, *inputs(), options={"rewites": "always"})
+
+
+def tiled_gathered(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """x has an unbacked number of rows, of which sizes follow that a region would have."""
+    rows = funcol.all_gather_tensor(w, 0, dist.group.WORLD).unsqueeze(1)
+    return rows.expand(16, x.shape[0], 6).reshape(16 * x.shape[0], 6) @ v
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, ALWAYS], ids=["auto", "always"])
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (reduced_matmul, [(5, 6), (6, 4)]),
+        (scattered_matmul, [(5, 6), (6, 4)]),
+        (tiled_gathered, [(5, 2), (4, 6), (6, 3)]),
+    ],
+)
+def test_sizes_that_depend_on_data_compile_and_the_record_says_why_it_was_left_alone(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
+    arguments = [torch.randn(shape) for shape in shapes]
+    torch._dynamo.decorators.mark_unbacked(arguments[0], 0)
+    with fo_compiler.record() as report:
+        torch.compile(function, backend="flashoverlap", options=options)(*arguments)
+    (record,) = report.records
+    assert not record.rewritten
+    assert record.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"rewrite": "never"}, {}, ALWAYS], ids=["never", "auto", "always"])
+def test_a_program_in_c_plus_plus_carries_the_records_too(options: dict[str, Any]) -> None:
+    with fo_compiler.record() as report:
+        torch.compile(reduced_matmul, backend="flashoverlap", options={"cpp_wrapper": True, **options})(*inputs())
+    (record,) = report.records
+    assert record.rewritten == (options == ALWAYS)

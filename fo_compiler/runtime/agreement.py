@@ -173,15 +173,18 @@ def groups_of(graph: GraphRecords) -> dict[str, list[Record]]:
 
 
 def decisions(records: Sequence[Record]) -> Decisions:
-    """What has to be equal on all ranks of a group, one row a collective."""
+    """What has to be equal on all ranks of a group, one row a collective.
+
+    No names of nodes: what one rank computes besides, or with another group, gives the same nodes other names there.
+    """
     return [
         [
-            f"{record.graph} {record.collective}",
+            f"{record.graph} {record.collective.partition(' ')[0]} {number}",
             f"tensor {record.tensor or 'unknown'}",
             f"schedule {record.schedule or 'left alone'}",
-            f"matmuls {', '.join(record.region) or 'none'}",
+            f"{len(record.region)} matmuls",
         ]
-        for record in records
+        for number, record in enumerate(records, 1)
     ]
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 import fo_compiler
 from fo_compiler.options import Options
 from fo_compiler.passes.overlap_pass import FlashOverlapPass
-from fo_compiler.passes.rules import ATTENTIONS, MATMULS, RESHAPES, RULES, SHAPE_ARGUMENT, registered, rule_of
+from fo_compiler.passes.rules import ATTENTIONS, MATMULS, RESHAPED, RULES, SHAPE_ARGUMENT, registered, rule_of
 from fo_compiler.passes.separability import Cut, NotSeparable, Slices, Split, local_shape, shape_of
 from fo_compiler.testing import assert_equivalent
 from tests.graphs import all_gather, all_reduce, capture
@@ -87,7 +87,7 @@ CASES: dict[object, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] =
     aten.t.default: (lambda x: aten.t(x), ((4, 6),)),
     aten.unsqueeze.default: (lambda x: x.unsqueeze(-2), ((4, 6),)),
     aten.squeeze.dim: (lambda x: aten.squeeze(x, 1), ((4, 1, 6),)),
-    aten.squeeze.dims: (lambda x: aten.squeeze(x, [0, 2]), ((1, 4, 1, 6),)),
+    aten.squeeze.dims: (lambda x: aten.squeeze(x, [0, 1, 2]), ((1, 2, 1, 6),)),
     aten.expand.default: (lambda x: x.expand(4, 2, 6), ((1, 6),)),
     aten.slice.Tensor: (lambda x: aten.slice(x, 1, 0, 4), ((4, 6),)),
     aten.split.Tensor: (lambda x: aten.split(x, 3, 1), ((4, 6),)),
@@ -141,7 +141,7 @@ def run_slice(node: Node, split: Split, values: dict[Node, Tensor], slices: Slic
     if node.target in SHAPE_ARGUMENT:
         assert split.output is not None
         args = (args[0], local_shape(shape_of(node), split.output, slices, j), *args[2:])
-    target = aten.reshape.default if node.target in RESHAPES else node.target
+    target = aten.reshape.default if node.target in RESHAPED else node.target
     return target(*args, **kwargs)
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fo_compiler.errors import AgreementError, DecisionsDifferError, TransferError
 from fo_compiler.options import Options
 from fo_compiler.runtime import ops
-from fo_compiler.runtime.agreement import Meeting, bounded, compare
+from fo_compiler.runtime.agreement import Meeting, bounded, compare, decisions, groups_of
 from fo_compiler.runtime.local import LocalWorld
 from fo_compiler.runtime.transport import Transport, current_transport
 from fo_compiler.testing import LocalInterpreter, rewrite_for_rank
-from tests.graphs import all_gather, capture
-from tests.passes.helpers import on_each_rank
+from tests.graphs import all_gather, all_reduce, capture
+from tests.passes.helpers import on_each_rank, tensors
 
 RING = Options(rewrite="always", schedule="ring", slices_per_rank=1)
 
@@ -74,6 +75,28 @@ def test_a_rank_that_does_not_come_is_named_after_the_time_limit() -> None:
 def test_reasons_may_differ_as_long_as_decisions_do_not() -> None:
     outcomes, _ = run([RING, Options(rewrite="always", schedule="ring", slices_per_rank=1, machine="ethernet-10g")])
     assert outcomes == [None, None]
+
+
+def test_what_one_rank_computes_besides_and_with_other_groups_is_no_difference() -> None:
+    """Both give the nodes that the ranks have in common other names."""
+    groups = {"0": [[0, 1, 2]], "few": [[0, 1]]}
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(x @ w)
+
+    def logging(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w.t().contiguous().t()).sum() + all_reduce(x @ w)
+
+    def with_few(x: Tensor, w: Tensor) -> Tensor:
+        return all_reduce(all_reduce(x, "few") @ w)
+
+    for options, functions in ((RING, (plain, logging)), (Options(rewrite="never"), (with_few, logging, plain))):
+        texts = set()
+        for rank, function in enumerate(functions):
+            gm = capture(function, tensors((6, 4), (4, 6)))
+            published = rewrite_for_rank(gm, options, LocalWorld(3, groups).transport(rank))[1]
+            texts.add(str(decisions(groups_of(published)["0"])))
+        assert len(texts) == 1, texts
 
 
 def test_off_compares_nothing() -> None:
