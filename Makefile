@@ -1,4 +1,4 @@
-# Every target sets up what it needs: a private virtual environment in .venv, made once and reused.
+# Every target but gpu-check sets up what it needs: a private virtual environment in .venv, made once and reused.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

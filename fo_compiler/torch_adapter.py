@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-OLDEST, NEWEST = (2, 11), (2, 14)
+OLDEST = (2, 11)
 
 if TORCH_VERSION < OLDEST:
     raise TorchVersionError(

@@ -69,13 +69,3 @@ def _is_own(schedule: Schedule, slice_: int, rank: int) -> bool:
     if schedule.kind is Kind.ALL_TO_ALL_OUT:
         return schedule.destination(slice_) == rank
     return schedule.owner(slice_) == rank
-
-
-def plain_buffer_slices(kind: Kind, ranks: int, slices_per_rank: int) -> int:
-    """What the plain collective holds: the gathered input, or the whole partial result (an all-reduce works in place).
-
-    Before a gather that is the rank's own part alone.
-    """
-    if kind is Kind.ALL_GATHER_OUT:
-        return slices_per_rank
-    return 0 if kind is Kind.ALL_REDUCE else (ranks - 1) * slices_per_rank
