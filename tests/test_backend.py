@@ -536,7 +536,6 @@ def tiled_gathered(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     ("function", "shapes"),
     [
         (reduced_matmul, [(5, 6), (6, 4)]),
-        (scattered_matmul, [(5, 6), (6, 4)]),
         (tiled_gathered, [(5, 2), (4, 6), (6, 3)]),
     ],
 )

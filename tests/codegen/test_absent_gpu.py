@@ -76,7 +76,9 @@ def normalised(source: str) -> str:
     lines = [line.partition("  #")[0].strip() for line in body.splitlines()]
     left_out = ("#", "assert_", "raw_stream0 =")
     return "".join(
-        re.sub(r"'[0-9a-f]{16} .*'", "records", line) + "\n" for line in lines if line and not line.startswith(left_out)
+        re.sub(r"(['\"])[0-9a-f]{16} .*\1", "records", line) + "\n"
+        for line in lines
+        if line and not line.startswith(left_out)
     )
 
 
