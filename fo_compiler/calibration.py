@@ -267,11 +267,7 @@ class Calibrator:
         sent = self._ones(size_bytes)
         above, below = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
-        def post() -> Transfer:
-            return self.transport.post(self.group_name, (sent, above), (torch.empty_like(sent), below))
-
-        def transfer() -> None:
-            post().wait()
+        transfer, _ = self._exchange(sent, 1)
 
         def multiply() -> None:
             torch.mm(a, b, out=out)
@@ -283,7 +279,7 @@ class Calibrator:
             alone_us, compute_us = self._timed_us(transfer), self._timed_us(multiply, count)
             dist.barrier()
             start = time.perf_counter()
-            posted = post()
+            posted = self.transport.post(self.group_name, (sent, above), (torch.empty_like(sent), below))
             for _ in range(count):
                 multiply()
             self._synchronize()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import torch
 from torch.fx import Graph, Node
@@ -24,8 +22,8 @@ class Signature:
     """What a rewrite must not change."""
 
     outputs: list[object]  # shape, dtype and strides of each
-    apart: frozenset[tuple[int, int]]  # outputs by number, pairs that do not lie in one memory
-    effects: Counter[str]  # what is done beside computing results: names of nodes
+    memory: list[int]  # for each output the first one that lies in the same memory, by number
+    effects: frozenset[str]  # what is done beside computing results: names of nodes
 
 
 def signature(graph: Graph, *, of_reshapes: bool = True) -> Signature:
@@ -39,10 +37,12 @@ def signature(graph: Graph, *, of_reshapes: bool = True) -> Signature:
             if isinstance(tensor, torch.Tensor)
             else None
         )
-    memory = [memory_of(v, of_reshapes=of_reshapes) if isinstance(v, Node) else None for v in values]
-    pairs = combinations(range(len(values)), 2)
-    apart = frozenset((a, b) for a, b in pairs if memory[a] is not memory[b])
-    return Signature(found, apart, Counter(node.name for node in graph.nodes if _has_effect(node)))
+    first: dict[Node, int] = {}
+    memory = [
+        first.setdefault(memory_of(value, of_reshapes=of_reshapes), number) if isinstance(value, Node) else number
+        for number, value in enumerate(values)
+    ]
+    return Signature(found, memory, frozenset(node.name for node in graph.nodes if _has_effect(node)))
 
 
 def _outputs(graph: Graph) -> Sequence[object]:
@@ -66,10 +66,11 @@ def verify_graph(graph: Graph, expected: Signature, collectives: Mapping[str, bo
     now = signature(graph, of_reshapes=False)
     if now.outputs != expected.outputs:
         raise RewriteError(f"the rewrite changed the graph's outputs from {expected.outputs} to {now.outputs}")
-    if shared := expected.apart - now.apart:
-        raise RewriteError(f"the rewrite let outputs share their memory that did not: {sorted(shared)}")
+    before = expected.memory
+    if shared := [(first, number) for number, first in enumerate(now.memory) if before[first] != before[number]]:
+        raise RewriteError(f"the rewrite let outputs share their memory that did not: {shared}")
     if lost := expected.effects - now.effects:
-        raise RewriteError(f"the rewrite lost what has effects: {', '.join(lost)}")
+        raise RewriteError(f"the rewrite lost what has effects: {', '.join(sorted(lost))}")
     names = {node.name for node in graph.nodes}
     for name, gone in collectives.items():
         if gone == (name in names):

@@ -21,7 +21,6 @@ The answer of `plan_of` is data; `passes/races.py` checks it.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -32,8 +31,9 @@ from torch.fx import Graph, Node
 
 from ..runtime import ops, stream_ops
 from ..runtime.streams import CALLER, COMM, COMPUTE, NO_EVENT
+from .aliases import is_view
 from .races import Launch, Plan
-from .rules import RESHAPES, VIEWS
+from .rules import RESHAPES
 from .separability import tensor_of
 from .slice_writer import Place
 
@@ -153,7 +153,9 @@ def plan_of(graph: Graph) -> Plan:
     """The streams of a graph as data: what the nodes' own arguments say, for `races.find_races`."""
     launches = []
     for node in graph.nodes:
-        if node.op == "output" or (node.op == "call_function" and not _is_view(node) and node.target is not _EMPTY):
+        if node.op == "output" or (
+            node.op == "call_function" and not is_view(node, of_reshapes=False) and node.target is not _EMPTY
+        ):
             launches.append(_launch(node))
     return tuple(launches)
 
@@ -185,13 +187,9 @@ def _is_mutable(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _is_view(node: Node) -> bool:
-    return node.target is operator.getitem or (node.target in VIEWS and node.target not in RESHAPES)
-
-
 def _memory(node: Any) -> frozenset[str]:
     """The buffers whose memory a node's value may be: a reshape may copy, so it counts as itself and as its input."""
-    if node.target is ops.wait or _is_view(node) or node.target in RESHAPES:
+    if node.target is ops.wait or is_view(node, of_reshapes=True):
         source = _memory(node.args[0])
         return source | {node.name} if node.target in RESHAPES else source
     parts = [_part(user) for user in node.users if user.target is stream_ops.slice_matmul and user.args[0] is node]
