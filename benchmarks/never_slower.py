@@ -214,7 +214,7 @@ def conclusion(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def run(ranks: int, count: int, seconds: float, preset: str | None, budget_ms: float) -> Iterator[dict[str, Any]]:
     """Judge `count` regions, or as many as there is time for; one that fails is reported, and ends the ranks."""
     end = time.monotonic() + seconds
-    with World(ranks, None, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
+    with World(ranks, None) as world, tempfile.TemporaryDirectory() as directory:
         machine = preset or f"{directory}/machine.json"
         if preset is None:
             world.run(calibrate, machine)

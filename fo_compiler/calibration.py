@@ -25,11 +25,16 @@ from .schedule.machine import DEFAULT_MARGIN, CollectiveTime, Machine
 from .schedule.matmul import MatmulPoint as Point
 from .schedule.matmul import Measured, dtype_name
 from .schedule.network import Matrix, Network, Uniform
+from .trials import Trial, try_regions, with_margins
 
 T = TypeVar("T")
 Run = tuple[Callable[[], object], int]  # what is timed, and how many of it in a row
 
 LINK_SIZES = (4_096, 65_536, 524_288, 2_097_152)  # bytes
+LARGE_SIZE = 8_388_608  # as well, where links are fast: it does not fit the caches that the smaller ones stay in
+FAST_US = 5_000  # of the largest of LINK_SIZES
+QUICK_US = 20_000  # of a message of a whole region
+SUMMED_SIZE = 16_777_216  # bytes of each tensor, more than caches hold
 MATMUL_SHAPES = (
     (16, 64, 64), (64, 128, 128), (128, 256, 256), (256, 512, 512), (512, 512, 512), (512, 1024, 1024), (1024, 1024, 1024),
     # thin ones: few rows, a short sum, few columns
@@ -59,6 +64,7 @@ class Calibration:
     links: dict[tuple[int, int], LinkFit] = field(repr=False)
     notes: tuple[str, ...] = ()
     collectives: dict[str, LinkFit] = field(default_factory=dict, repr=False)
+    trials: dict[str, Trial] = field(default_factory=dict, repr=False)
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -123,6 +129,16 @@ def slowdowns(compute_us: float, transfer_us: float, computed_us: float, total_u
     return compute, max(1.0, computed_us / done_us)
 
 
+def _by_name(values: dict[Kind, T]) -> dict[str, T]:
+    return {str(kind): value for kind, value in values.items()}
+
+
+def _quick_size(links: dict[tuple[int, int], LinkFit], sizes: Sequence[int]) -> int:
+    """The largest of these messages that links carry soon enough to be sent a hundred times, or the smallest."""
+    slowest = min(fit.bandwidth_GBps for fit in links.values())
+    return max((size for size in sizes if size / (slowest * 1e3) < QUICK_US), default=min(sizes))
+
+
 def noise_of(times: Sequence[float]) -> float:
     """By what share of it a measurement of this kind is off, half of the time: half of what lies between the quartiles."""
     if len(times) < 2:
@@ -172,7 +188,7 @@ class Calibrator:
         """Fits of the links from each rank to the rank `shift` above, all of one shift at the same time."""
         tensors = [self._ones(size) for size in sizes]
         asked = [(shift, sent) for shift in shifts or range(1, self.ranks) for sent in tensors]
-        times = self._each_us([self._exchange(sent, shift) for shift, sent in asked])
+        times = self._each_us([self._exchange(sent, shift) for shift, sent in asked], self.repeats)
         links: dict[tuple[int, int], LinkFit] = {}
         for receiver, of_rank in enumerate(self._gathered(times)):
             samples: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -187,7 +203,7 @@ class Calibrator:
         if self.ranks % 2:
             return True
         sent = self._ones(size_bytes)
-        times = self._slowest_us([self._exchange(sent, 1, both=False), self._exchange(sent, 1)] * 3)
+        times = self.slowest_us([self._exchange(sent, 1, both=False), self._exchange(sent, 1)] * 3)
         # Medians of three: where ranks share cores the answer differed from run to run.
         return statistics.median(times[1::2]) < SHARED * statistics.median(times[::2])
 
@@ -215,7 +231,7 @@ class Calibrator:
             except (RuntimeError, NotImplementedError):  # the same on all ranks: the backend lacks it
                 continue
             asked += [(kind, part, whole) for part, whole in tensors]
-        times = self._slowest_us(
+        times = self.slowest_us(
             [(partial(COLLECTIVES[kind], part, whole), _in_a_row(part.nbytes)) for kind, part, whole in asked]
         )
         samples: defaultdict[Kind, list[tuple[float, float]]] = defaultdict(list)
@@ -251,14 +267,21 @@ class Calibrator:
             a, b = torch.ones(m, k, dtype=dtype, device=self.device), torch.ones(k, n, dtype=dtype, device=self.device)
             out = torch.empty(m, n, dtype=dtype, device=self.device)
             runs.append((partial(torch.mm, a, b, out=out), max(1, min(200, int(2e8 / (2.0 * m * k * n))))))
-        return self._slowest_us(runs)
+        return self.slowest_us(runs)
 
     def memory_GBps(self) -> float:
-        """Bandwidth of adding two tensors into a third, 2 MB each: that of a received partial sum."""
-        size = 524_288
-        a, b = torch.ones(size, device=self.device), torch.ones(size, device=self.device)
-        (each_us,) = self._slowest_us([(partial(torch.add, a, b, out=torch.empty_like(a)), 10)])
-        return 3 * 4 * size / (each_us * 1e3)
+        """Bandwidth of adding two large tensors into new memory: that of a received partial sum, and of joining slices.
+
+        What is small and stays in caches is several times as fast, but is soon done in either case.
+        """
+        a, b = self._ones(SUMMED_SIZE), self._ones(SUMMED_SIZE)
+        (each_us,) = self.slowest_us([(partial(torch.add, a, b), 3)])
+        return 3 * SUMMED_SIZE / (each_us * 1e3)
+
+    def link_sizes(self) -> tuple[int, ...]:
+        """The sizes that links are fitted to: large ones, too, where links are fast enough to be asked for them."""
+        (us,) = self.slowest_us([self._exchange(self._ones(LINK_SIZES[-1]), 1)])
+        return (*LINK_SIZES, LARGE_SIZE) if us < FAST_US else LINK_SIZES
 
     def contention(self, size_bytes: int) -> tuple[float, float]:
         """(compute_slowdown, transfer_slowdown), from a transfer that lasts about three times its compute."""
@@ -272,7 +295,7 @@ class Calibrator:
         def multiply() -> None:
             torch.mm(a, b, out=out)
 
-        one_us, of_transfer_us = self._slowest_us([(multiply, 6), (transfer, 1)])
+        one_us, of_transfer_us = self.slowest_us([(multiply, 6), (transfer, 1)])
         count = max(1, int(of_transfer_us / one_us / 3))
         turns = []
         for _ in range(2 * self.repeats):
@@ -298,7 +321,6 @@ class Calibrator:
         self,
         name: str = "calibrated",
         dtypes: Sequence[torch.dtype] = (torch.float32,),
-        sizes: Sequence[int] = LINK_SIZES,
         shapes: Sequence[tuple[int, int, int]] = MATMUL_SHAPES,
         say: Callable[[str], None] = lambda _: None,
     ) -> Calibration:
@@ -311,6 +333,7 @@ class Calibrator:
         notes = []
         if self.ranks > 1:
             say("links ...")
+            sizes = self.link_sizes()
             links = self.links(sizes)
             full_duplex = self.full_duplex(sizes[-1])
             if not full_duplex:
@@ -322,25 +345,24 @@ class Calibrator:
                 }
             network = network_of(links, self.ranks, full_duplex)
             say("collectives ...")
-            collectives = self.collectives(sizes)
+            collectives = self.collectives()
             notes += [f"{kind}: this backend has none" for kind in COLLECTIVES if kind not in collectives]
             margin = self.margin()
             say("posting ...")
             post_us = self.post_us()
             say("compute and transfers together ...")
-            slow = self.contention(4 * sizes[-1])
+            slow = self.contention(LARGE_SIZE)
         say("matmuls ...")
         points = tuple(
             Point(m, k, n, dtype_name(str(dtype)), us)
             for dtype in dtypes
             for (m, k, n), us in zip(shapes, self.matmuls_us(shapes, dtype), strict=True)
         )
-        memory_GBps = self.memory_GBps()
         machine = Machine(
             name,
             f"fo-compiler calibrate: {self.ranks} ranks, {dist.get_backend()}, {self.device.type}, torch {torch.__version__}",
             network,
-            Measured(points, memory_GBps),
+            Measured(points, self.memory_GBps()),
             post_us=post_us,
             compute_slowdown=slow[0],
             transfer_slowdown=slow[1],
@@ -350,7 +372,12 @@ class Calibrator:
                 for kind, fit in collectives.items()
             ),
         )
-        return Calibration(machine, links, tuple(notes), {str(kind): fit for kind, fit in collectives.items()})
+        trials: dict[Kind, Trial] = {}
+        if self.ranks > 1:
+            say("whole regions ...")
+            trials = try_regions(self, machine, _quick_size(links, sizes), dtypes[0], collectives)
+            machine = with_margins(machine, trials)
+        return Calibration(machine, links, tuple(notes), _by_name(collectives), _by_name(trials))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -361,20 +388,20 @@ class Calibrator:
         transfer.wait()
         self._synchronize()
 
-    def _each_us(self, runs: Sequence[Run]) -> list[float]:
-        """The time of one of each of these, on this rank: the median of the turns that they take."""
+    def slowest_us(self, runs: Sequence[Run], repeats: int | None = None) -> list[float]:
+        """The time of one of each of these, on the slowest rank: the median of the turns that they take."""
+        return self._slowest(self._each_us(runs, repeats or self.repeats))
+
+    def _each_us(self, runs: Sequence[Run], repeats: int) -> list[float]:
+        """The same, on this rank."""
         times: list[list[float]] = [[] for _ in runs]
-        for turn in range(1 + self.repeats):
+        for turn in range(1 + repeats):
             for of_run, (run, count) in zip(times, runs, strict=True):
                 us = self._timed_us(run, count) / count
                 if turn > 0:  # the first one warms up
                     of_run.append(us)
         self._noise += [noise_of(of_run) for of_run in times]
         return [statistics.median(of_run) for of_run in times]
-
-    def _slowest_us(self, runs: Sequence[Run]) -> list[float]:
-        """The same, on the slowest rank."""
-        return self._slowest(self._each_us(runs))
 
     def _slowest(self, times: list[float]) -> list[float]:
         return [max(of_ranks) for of_ranks in zip(*self._gathered(times), strict=True)]

@@ -106,8 +106,9 @@ def doubt_us(decision: Decision | None, options: Options) -> float:
     """How much more a region has to save than the library's own sums do: those are measured whole, not put together of steps."""
     if decision is None or decision.choice is None:
         return 0.0
-    machine = machine_of(options, tensor_of(decision.region.site.value).device.type)
-    return machine.least_gain(options.margin) * decision.choice.plain_us
+    site = decision.region.site
+    machine = machine_of(options, tensor_of(site.value).device.type)
+    return machine.least_gain(options.margin, site.ranks, site.kind) * decision.choice.plain_us
 
 
 def machine_of(options: Options, device_type: str) -> Machine:
@@ -324,19 +325,30 @@ def first_factor(node: Node) -> Node:
 
 def slice_bytes_of(region: Region) -> float:
     """Bytes of one rank's share; in a chain of the larger of what arrives and what leaves."""
-    sizes = [prod(example_shape(site.value)) * tensor_of(site.value).element_size() for site in region.sites]
+    sizes = [_size_bytes(site.value) for site in region.sites]
     return float(max(sizes) * rank_share(region.site) // 1)
 
 
 def _finish_us(region: Region, machine: Machine) -> float:
     """Time to put gathered results together that the plain collective does not take: it writes them where they belong."""
     site = region.site
+    if site.kind is Kind.ALL_REDUCE:  # the library's sums lie where the matmul wrote
+        return copied_us(site.value, machine)
     if site.kind is not Kind.ALL_GATHER_OUT:
         return 0.0
     whole, dim = site.gathered
     # Cut along another dim they are joined along both; and what is not gathered along dim 0 is joined without us, too.
     copies = (1 if site.dim == dim else 2) - (1 if site.glue else 0)
-    return copies * machine.copy_us(prod(example_shape(whole)) * tensor_of(whole).element_size())
+    return copies * copied_us(whole, machine)
+
+
+def copied_us(node: Node, machine: Machine) -> float:
+    """Time to copy a tensor."""
+    return machine.copy_us(_size_bytes(node))
+
+
+def _size_bytes(node: Node) -> int:
+    return prod(example_shape(node)) * tensor_of(node).element_size()
 
 
 def products_of(region: Region) -> Products:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import prod
 
 from torch.fx import Graph, Node
 
@@ -23,11 +22,11 @@ from ..schedule.choose import collective_us
 from ..schedule.machine import Machine
 from ..schedule.sliced_collective import SlicedTime, choose_slices
 from ..schedule.sliced_collective import Slices as Series
-from .decide import LONG_ROWS, WHOLE, Products, body_us, machine_of, products_of, slice_bytes_of
+from .decide import LONG_ROWS, WHOLE, Products, body_us, copied_us, machine_of, products_of, slice_bytes_of
 from .edit import c10d
 from .regions import Region, most_slices, plan_region
 from .rules import aten
-from .separability import NotSeparable, Spans, example_shape, tensor_of
+from .separability import NotSeparable, Spans, tensor_of
 from .sites import Site
 from .slice_writer import SliceWriter, replace_region
 
@@ -74,8 +73,7 @@ def _predicted(region: Region, options: Options) -> SlicedAllReduce | None:
     chosen, plain_us = _chosen(machine, site.ranks, region.slices, products_of(region), slice_bytes_of(region), equal)
     if chosen is None:
         return None
-    joined_us = machine.copy_us(prod(example_shape(site.value)) * tensor_of(site.value).element_size())
-    predicted_us = chosen.predicted_us + joined_us
+    predicted_us = chosen.predicted_us + copied_us(site.value, machine)
     saved_us = plain_us - predicted_us
     if options.rewrite == "auto" and saved_us <= machine.least_gain(options.margin) * plain_us:
         return None

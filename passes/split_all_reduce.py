@@ -133,7 +133,8 @@ def _judge(
     else:
         how = "its reduce-scatter half under the matmuls before it and its all-gather half under those after it"
     saved_us = plain_us - split_us
-    if not always and saved_us <= machine.least_gain(options.margin) * plain_us:
+    least_gain = machine.least_gain(options.margin, along.ranks, *(half.region.site.kind for half in regions))
+    if not always and saved_us <= least_gain * plain_us:
         return None
     schedules = " + ".join(region.best.describe() for region in regions if region.best is not None)
     reason = (

@@ -102,6 +102,10 @@ def figures(calibration: Calibration, path: Path) -> dict[str, Any]:
             }
             for name, fit in calibration.collectives.items()
         },
+        "regions": {
+            name: {"predicted_gain": round(trial.predicted, 4), "measured_gain": round(trial.measured, 4)}
+            for name, trial in calibration.trials.items()
+        },
         "memory_GBps": round(machine.matmul.memory_GBps, 2),
         "matmuls": [
             {"m": p.m, "k": p.k, "n": p.n, "dtype": p.dtype, "us": round(p.time_us, 2)} for p in calibration.points
@@ -127,6 +131,10 @@ def report(calibration: Calibration, path: Path) -> str:
                 f"{name:>16}{fit.latency_us:>11.1f} us{fit.bandwidth_GBps:>9.3f} GB/s"
                 f"{fit.median_error:>25.1%}, {fit.worst_error:.1%}"
             )
+    if calibration.trials:
+        lines += ["", f"{'whole region':>16}{'gain of a rewrite: predicted, measured':>44}"]
+        for name, trial in calibration.trials.items():
+            lines.append(f"{name:>16}{trial.predicted:>33.0%}, {trial.measured:.0%}")
     lines += [f"  {note}" for note in calibration.notes]
     lines.append("")
     lines.append(f"{'matmul':>24}{'dtype':>8}{'time':>14}{'speed':>16}")
@@ -140,7 +148,8 @@ def report(calibration: Calibration, path: Path) -> str:
         f"posting a step and waiting for one that is done: {machine.post_us:.1f} us",
         f"compute under a transfer is {machine.compute_slowdown:.2f} times as slow, "
         f"a transfer under compute {machine.transfer_slowdown:.2f} times",
-        f"a prediction has to gain {machine.margin:.0%}, by how much times differ from run to run",
+        f"a prediction has to gain {machine.margin:.0%}, by how much times differ from run to run"
+        + (", and as much as it was off by on a whole region" if calibration.trials else ""),
         f"adding: {machine.matmul.memory_GBps:.1f} GB/s",
         "",
         f'wrote {path}: use it with options={{"machine": "{path}"}} or FO_MACHINE={path}',

@@ -147,7 +147,7 @@ def collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) 
     if ranks == 1:
         return 0.0
     if kind is Kind.CHAIN:
-        return sum(collective_us(half, machine, ranks, slice_bytes) for half in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+        return sum(collective_us(half, machine, ranks, slice_bytes) for half in kind.collectives)
     kind = kind.collective
     measured_us = machine.collective_us(kind, ranks, slice_bytes)
     return _collective_us(kind, machine, ranks, slice_bytes) if measured_us is None else measured_us
@@ -229,7 +229,7 @@ def choose(
 
     Raises ValueError for an unknown family, MachineError where the machine does not fit the group.
     """
-    margin = machine.least_gain(margin)
+    margin = machine.least_gain(margin, ranks, kind)
     scale = max(machine.scale(rank) for rank in range(ranks))
     whole_us = region.whole_us(kind, ranks) * scale
     communication_us = collective_us(kind, machine, ranks, region.slice_bytes)

@@ -56,6 +56,11 @@ class Kind(str, Enum):
         """The collective that runs where the region is left alone: one that is seen from two sides has one name."""
         return _OTHER_SIDE.get(self, self)
 
+    @property
+    def collectives(self) -> tuple[Kind, ...]:
+        """The collectives that run where the region is left alone."""
+        return (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) if self is Kind.CHAIN else (self.collective,)
+
     def blocks(self, ranks: int) -> int:
         """In how many blocks of `m` slices each a rank's body is cut: one for each rank, or its own alone."""
         return 1 if self is Kind.ALL_GATHER_OUT else ranks

@@ -30,17 +30,20 @@ class CollectiveTime:
 
     `kind` names the collective ("all_gather", ...), `ranks` the size of the group. `slice_bytes` are those of one rank's
     slice, as everywhere in the scheduler, so that the bandwidth of N - 1 slices on one port is a N - 1st of the port's.
+    `margin` is what a rewrite of a region with this collective has to gain at least, where that is more than the machine's.
     """
 
     kind: str
     ranks: int
     latency_us: float
     bandwidth_GBps: float
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         kinds = [kind.value for kind in COLLECTIVES if kind.collective is kind]
         if self.kind not in kinds:
             raise MachineError.wrong("kind", f"one of {', '.join(kinds)}", self.kind)
+        _check_margin(self.margin)
 
     def time_us(self, slice_bytes: float) -> float:
         return self.latency_us + slice_bytes / (self.bandwidth_GBps * 1e3)
@@ -81,8 +84,7 @@ class Machine:
         for name in ("post_us", "gap_us", "launch_us"):
             if getattr(self, name) < 0:
                 raise MachineError.wrong(name, "a time of at least 0", getattr(self, name))
-        if not 0 <= self.margin < 1:
-            raise MachineError.wrong("margin", "a share of at least 0 and below 1", self.margin)
+        _check_margin(self.margin)
         if any(scale <= 0 for scale in self.compute_scale):
             raise MachineError.wrong("compute_scale", "factors above 0", self.compute_scale)
 
@@ -108,9 +110,16 @@ class Machine:
             raise MachineError.wrong("compute_scale", f"a factor for rank {rank}", f"{len(self.compute_scale)} factors")
         return self.compute_scale[rank]
 
-    def least_gain(self, margin: float | None) -> float:
-        """What a prediction has to gain, as a share of the plain time: `margin`, or where it is None the machine's."""
-        return self.margin if margin is None else margin
+    def least_gain(self, margin: float | None, ranks: int = 0, *kinds: Kind) -> float:
+        """What a prediction has to gain, as a share of the plain time.
+
+        `margin`, or where it is None the machine's, or that of the collectives of `kinds` if one is larger.
+        """
+        if margin is not None:
+            return margin
+        names = {collective.value for kind in kinds for collective in kind.collectives}
+        found = (measured.margin for measured in self.collectives if measured.ranks == ranks and measured.kind in names)
+        return max(self.margin, *found, 0.0)
 
     def matmul_us(self, m: int, k: int, n: int, dtype: str = "bf16") -> float:
         """Time of one [M, K] @ [K, N], launch included."""
@@ -161,6 +170,11 @@ class Machine:
                 str(path), "a readable machine file", getattr(error, "strerror", None) or str(error)
             ) from error
         return cls.from_json(text, str(path))
+
+
+def _check_margin(margin: float) -> None:
+    if not 0 <= margin < 1:
+        raise MachineError.wrong("margin", "a share of at least 0 and below 1", margin)
 
 
 def simple_machine(

@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fo_compiler.calibration import Calibration, Calibrator, LinkFit, fit_link, network_of, noise_of, slowdowns
+from fo_compiler.calibration import (
+    Calibration,
+    Calibrator,
+    LinkFit,
+    _quick_size,
+    fit_link,
+    network_of,
+    noise_of,
+    slowdowns,
+)
 from fo_compiler.cli import main
 from fo_compiler.commands.calibrate import figures, report
 from fo_compiler.schedule import COLLECTIVES
@@ -22,11 +31,12 @@ from fo_compiler.schedule.machine import Machine
 from fo_compiler.schedule.matmul import MatmulPoint, Measured
 from fo_compiler.schedule.network import Matrix, Uniform
 from fo_compiler.torch_adapter import fake_process_group
+from fo_compiler.trials import Trial
 from tests.distributed.harness import World
 
 FIGURES = {
     "machine", "network", "full_duplex", "latency_us", "bandwidth_GBps", "fit_error", "worst_fit_error", "post_us",
-    "compute_slowdown", "transfer_slowdown", "margin", "collectives", "memory_GBps", "matmuls",
+    "compute_slowdown", "transfer_slowdown", "margin", "collectives", "regions", "memory_GBps", "matmuls",
 }  # fmt: skip
 
 
@@ -73,7 +83,7 @@ def test_what_disturbs_the_machine_for_a_while_is_in_a_few_turns_of_each_measure
 
     monkeypatch.setattr(Calibrator, "_timed_us", timed_us)
     with fake_process_group(0, 2):
-        assert Calibrator(repeats=5)._each_us([(print, 1 + i) for i in range(8)]) == [10.0] * 8
+        assert Calibrator()._each_us([(print, 1 + i) for i in range(8)], repeats=5) == [10.0] * 8
 
 
 def test_a_latency_is_never_below_zero() -> None:
@@ -118,13 +128,43 @@ def test_slowdowns_are_at_least_one_whatever_the_noise() -> None:
     assert slowdowns(100, 400, 90, 380) == (1.0, 1.0)
 
 
+@pytest.mark.parametrize(("us", "largest"), [(1_000.0, 8_388_608), (70_000.0, 2_097_152)])
+def test_links_are_asked_for_large_messages_where_they_are_fast(us: float, largest: int) -> None:
+    with fake_process_group(0, 2):
+        calibrator = Calibrator()
+        calibrator.slowest_us = lambda runs, repeats=None: [us]
+        assert max(calibrator.link_sizes()) == largest
+
+
+def test_whole_regions_send_what_the_slowest_link_carries_soon() -> None:
+    sizes = (4_096, 524_288, 8_388_608)
+    links = {(0, 1): link(10.0), (1, 0): link(0.05)}
+    assert _quick_size(links, sizes) == 524_288
+    assert _quick_size({(0, 1): link(1.0)}, sizes) == 8_388_608
+    assert _quick_size({(0, 1): link(1e-5)}, sizes) == 4_096
+
+
 def test_the_report_shows_links_matmuls_and_how_to_use_the_file() -> None:
     machine = Machine(
         "mine", "here", Uniform(10.0, 1.0), Measured((MatmulPoint(64, 64, 64, "fp32", 20.0),), 8.0), post_us=30.0
     )
-    calibration = Calibration(machine, {(0, 1): link(1.0), (1, 0): link(1.1)}, ("a note",), {"all_reduce": link(0.9)})
+    calibration = Calibration(
+        machine,
+        {(0, 1): link(1.0), (1, 0): link(1.1)},
+        ("a note",),
+        {"all_reduce": link(0.9)},
+        {"all_reduce": Trial(0.3, 0.1)},
+    )
     text = report(calibration, Path("mine.json"))
-    for part in ("0 -> 1", "all_reduce", "64 x 64 x 64", "30.0 us", "a note", 'options={"machine": "mine.json"}'):
+    for part in (
+        "0 -> 1",
+        "all_reduce",
+        "64 x 64 x 64",
+        "30.0 us",
+        "30%, 10%",
+        "a note",
+        'options={"machine": "mine.json"}',
+    ):
         assert part in text
     assert set(figures(calibration, Path("mine.json"))) == FIGURES
 
@@ -178,6 +218,10 @@ def test_two_ranks_write_a_machine_that_can_be_used(tmp_path: Path) -> None:
         assert measured_us is not None
         assert collective_us(kind, machine, 2, 1e6) == measured_us > 0
         assert machine.collective_us(kind, 3, 1e6) is None
+    assert set(printed["regions"]) == set(printed["collectives"]), "a region of each was tried out"
+    for measured in machine.collectives:
+        region = printed["regions"][measured.kind]
+        assert measured.margin == pytest.approx(max(0, region["predicted_gain"] - region["measured_gain"]), abs=1e-4)
     assert machine.name == "two"
     assert machine.matmul_us(300, 300, 300, "torch.float32") > 0
     assert machine.fabric(2).transfer_us(0, 1, 1e6) > 0

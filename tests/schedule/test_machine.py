@@ -24,7 +24,7 @@ SKEWED = simple_machine(
     network=Matrix(((0.0, 5.0), (7.0, 0.0)), ((0.0, 10.0), (2.0, 0.0))),
     matmul=Measured((MatmulPoint(64, 64, 64, "bf16", 10.0), MatmulPoint(128, 128, 128, "bf16", 40.0)), 100.0),
     compute_scale=(1.0, 1.5),
-    collectives=(CollectiveTime("all_to_all", 2, 100.0, 5.0),),
+    collectives=(CollectiveTime("all_to_all", 2, 100.0, 5.0, margin=0.2),),
 )
 
 
