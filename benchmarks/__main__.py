@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "training": (training.main, "--ranks 2 --ranks 4 --minutes 12"),
     "overhead": (overhead.main, "--layers 2 --pass-layers 2 8 32 --minutes 5"),
     "timeline": (timeline.main, ""),
-    "never_slower": (never_slower.main, "--ranks 2 4 --count 110 25 --minutes 10"),
+    "never_slower": (never_slower.main, "--ranks 2 4 --count 110 25 --minutes 15"),
     "never_slower_default": (never_slower.main, "--ranks 2 --count 60 --minutes 3.5 --machine loopback"),
     "compile_8": (overhead.main, "--no-ops --layers 8 --pass-layers --minutes 15"),
     "compile_32": (overhead.main, "--no-ops --layers 32 --pass-layers --minutes 40"),
