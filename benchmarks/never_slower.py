@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from types import FunctionType
 from typing import Any
 
 if __name__ == "__main__" and not __package__:
@@ -79,6 +78,7 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
 
     from benchmarks.regions import all_gather, reduce_scatter
     from fo_compiler.records import record
+    from fo_compiler.torch_adapter import with_own_code
 
     kind, m, k, n = shape
     group = dist.group.WORLD
@@ -101,9 +101,8 @@ def measure(shape: Shape, machine: str | None, budget_ms: float) -> dict[str, An
     options: dict[str, Any] = {"machine": machine} if machine else {}
 
     def compiled(backend: str, **options: Any) -> Any:
-        # With code of its own: torch keeps what it compiled by code, and looks at the others' entries first.
-        own = FunctionType(region.__code__.replace(), region.__globals__, None, None, region.__closure__)
-        return torch.compile(own, backend=backend, dynamic=False, options=options or None)
+        # Among the compiles of one code torch looks at the others' entries first.
+        return torch.compile(with_own_code(region), backend=backend, dynamic=False, options=options or None)
 
     ways = {
         "inductor": compiled("inductor"),

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 OLDEST = (2, 11)
 
@@ -162,6 +164,13 @@ def compile_with_inductor(
 
     others = {} if inner is None else {"inner_compile": cast(Any, inner)}
     return compile_fx(gm, example_inputs, config_patches=dict(config_patches), **others)  # type: ignore[return-value]
+
+
+def with_own_code(function: Callable[..., T]) -> Callable[..., T]:
+    """The same function for a compile of its own: torch keeps compiles by code object, no more than eight for each."""
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__, None, None, function.__closure__)
+    return cast(Callable[..., T], own)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor
 from .schedule import FAMILIES, Kind
 from .schedule.choose import Choice, Region, choose
 from .schedule.machine import Machine
+from .torch_adapter import with_own_code
 
 if TYPE_CHECKING:
     from .calibration import Calibrator
@@ -108,7 +109,10 @@ def _try(calibrator: Calibrator, machine: Machine, size_bytes: int, dtype: torch
         machine.save(path)
         ways: list[Any] = [
             torch.compile(
-                PROGRAMS[kind], backend="flashoverlap", dynamic=False, options={"machine": str(path), **options}
+                with_own_code(PROGRAMS[kind]),
+                backend="flashoverlap",
+                dynamic=False,
+                options={"machine": str(path), **options},
             )
             for options in ({"rewrite": "never"}, rewritten)
         ]

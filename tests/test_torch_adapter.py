@@ -28,6 +28,7 @@ from fo_compiler.torch_adapter import (
     mode_options,
     resolve_process_group,
     run_after,
+    with_own_code,
     without_peer_memory,
 )
 from tests.graphs import capture
@@ -251,3 +252,21 @@ def test_only_torch_s_own_symmetric_memory_will_do(
     found = without_peer_memory(torch.device("cuda"))
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+def test_a_function_with_code_of_its_own_is_compiled_however_often_the_same_code_was() -> None:
+    compiled = []
+
+    def backend(module: torch.fx.GraphModule, inputs: object) -> object:
+        compiled.append(module)
+        return module.forward
+
+    bias = torch.ones(2)
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + bias
+
+    for i in range(12):  # torch leaves a code object alone after eight
+        way = torch.compile(with_own_code(shifted), backend=lambda *args: backend(*args))
+        assert torch.equal(way(torch.full((2,), float(i))), torch.full((2,), i + 1.0))
+    assert len(compiled) == 12
