@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--count", type=int, nargs="+", default=[110, 25], help="regions, for each number of ranks")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="stop after this long, shared in proportion to the counts"
+        "--minutes", type=float, default=9.0, help="stop after this long, what is left being shared in proportion to the counts"
     )
     parser.add_argument("--machine", help="a preset or a file instead of calibrating")
     parser.add_argument("--budget-ms", type=float, default=900, help="time for the turns of one region")
@@ -247,8 +247,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"expected a count for each of --ranks {args.ranks}, got {args.count}")
     rows: list[dict[str, Any]] = []
     status = 0
-    for ranks, count in zip(args.ranks, args.count, strict=True):
-        seconds = args.minutes * 60 * count / sum(args.count)
+    end = time.monotonic() + args.minutes * 60
+    for i, (ranks, count) in enumerate(zip(args.ranks, args.count, strict=True)):
+        seconds = (end - time.monotonic()) * count / sum(args.count[i:])
         try:
             for row in run(ranks, count, seconds, args.machine, args.budget_ms):
                 rows.append(row)

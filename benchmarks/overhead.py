@@ -56,6 +56,7 @@ def measure_ops() -> dict[str, float]:
     import torch.distributed as dist
     import torch.distributed._functional_collectives as funcol
 
+    from benchmarks.regions import all_gather
     from fo_compiler.runtime import ops
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -80,7 +81,7 @@ def measure_ops() -> dict[str, float]:
         "batch_isend_irecv + wait": median_us(pairs),
         "all_gather_into_tensor": median_us(lambda: dist.all_gather_into_tensor(gathered, sent)),
         "reduce_scatter_tensor": median_us(lambda: dist.reduce_scatter_tensor(scattered, sent)),
-        "functional all_gather + wait": median_us(lambda: funcol.wait_tensor(funcol.all_gather_tensor(sent, 0, group))),
+        "functional all_gather + wait": median_us(lambda: funcol.wait_tensor(all_gather(sent, 0, group))),
     }
     posting, waiting = [], []
     with undisturbed():
