@@ -237,7 +237,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--count", type=int, nargs="+", default=[110, 25], help="regions, for each number of ranks")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="stop after this long, what is left being shared in proportion to the counts"
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="stop after this long, what is left being shared in proportion to the counts",
     )
     parser.add_argument("--machine", help="a preset or a file instead of calibrating")
     parser.add_argument("--budget-ms", type=float, default=900, help="time for the turns of one region")
