@@ -235,7 +235,7 @@ def run(cases: list[Case], setup: Setup, options: dict[str, Any], end: float) ->
         if time.monotonic() > end:
             yield from ({**_named(case, setup), "failed": "not measured: no time left"} for case in left)
             return
-        with World(left[0].ranks, setup.shaping, pinned=left[0].compute == "matmul") as world:
+        with World(left[0].ranks, setup.shaping) as world:
             links: Links | None = None
             while left and time.monotonic() < end:
                 case = left.pop(0)

@@ -345,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{ranks} ranks, {line}", flush=True)
         row: dict[str, Any] = {"ranks": ranks, "links": line, **sizes}
         try:
-            with World(ranks, shaping, pinned=True) as world, tempfile.TemporaryDirectory() as directory:
+            with World(ranks, shaping) as world, tempfile.TemporaryDirectory() as directory:
                 machine = f"{directory}/machine.json"
                 world.run(calibrate, machine)
                 of_ranks = world.run(train, machine, sizes, args.steps, timeout_s=args.minutes * 60)

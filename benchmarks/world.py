@@ -37,16 +37,14 @@ class _Place:
     ranks: int
     namespace: str | None
     rendezvous: str
-    core: int | None
 
 
 class World:
     """`ranks` processes in one gloo group. `shaping` None: on loopback, as fast as it is."""
 
-    def __init__(self, ranks: int, shaping: Shaping | None, *, pinned: bool = False) -> None:
+    def __init__(self, ranks: int, shaping: Shaping | None) -> None:
         self.ranks = ranks
         self.network = Network(ranks, shaping) if shaping else None
-        self.pinned = pinned
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._stack = ExitStack()
 
@@ -56,7 +54,6 @@ class World:
             if self.network:
                 stack.enter_context(self.network)
             stack.callback(self._end)
-            cores = sorted(os.sched_getaffinity(0))
             context = multiprocessing.get_context("spawn")
             for rank in range(self.ranks):
                 place = _Place(
@@ -64,7 +61,6 @@ class World:
                     self.ranks,
                     self.network.names[rank] if self.network else None,
                     f"tcp://{address(0)}:{PORT}" if self.network else f"file://{directory}/rendezvous",
-                    cores[rank % len(cores)] if self.pinned else None,
                 )
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(place, directory, theirs), daemon=True)
@@ -185,8 +181,6 @@ def _serve(place: _Place, directory: str, connection: Connection) -> None:
     if place.namespace:
         enter(place.namespace)
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    if place.core is not None:
-        os.sched_setaffinity(0, {place.core})
     _sharp_timers()
     os.environ.update(
         OMP_NUM_THREADS="1",
