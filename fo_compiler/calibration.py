@@ -375,7 +375,8 @@ class Calibrator:
         trials: dict[Kind, Trial] = {}
         if self.ranks > 1:
             say("whole regions ...")
-            trials = try_regions(self, machine, _quick_size(links, sizes), dtypes[0], collectives)
+            trials, untried = try_regions(self, machine, _quick_size(links, sizes), dtypes[0], collectives)
+            notes += untried
             machine = with_margins(machine, trials)
         return Calibration(machine, links, tuple(notes), _by_name(collectives), _by_name(trials))
 

@@ -166,6 +166,13 @@ def compile_with_inductor(
     return compile_fx(gm, example_inputs, config_patches=dict(config_patches), **others)  # type: ignore[return-value]
 
 
+def compile_error() -> type[Exception]:
+    """What ends a compile, wherever in torch it fails (torch._dynamo.exc, older than 2.11)."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def with_own_code(function: Callable[..., T]) -> Callable[..., T]:
     """The same function for a compile of its own: torch keeps compiles by code object, no more than eight for each."""
     assert isinstance(function, FunctionType)

@@ -21,7 +21,7 @@ from torch import Tensor
 from .schedule import FAMILIES, Kind
 from .schedule.choose import Choice, Region, choose
 from .schedule.machine import Machine
-from .torch_adapter import with_own_code
+from .torch_adapter import compile_error, with_own_code
 
 if TYPE_CHECKING:
     from .calibration import Calibrator
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ROWS = 1024  # of one rank's slice
 COLUMNS = tuple(2**i for i in range(4, 12))  # of the side of the matmul that does not travel
 TURNS = 3  # times the calibration's repeats
+MOST = 0.9  # of a margin
 
 # Names of torch 2.13 on, and before.
 _all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
@@ -90,9 +91,20 @@ class _Case:
 
 def try_regions(
     calibrator: Calibrator, machine: Machine, size_bytes: int, dtype: torch.dtype, kinds: Iterable[Kind]
-) -> dict[Kind, Trial]:
-    """A region of each kind, its slices of `size_bytes`, compiled and timed on all ranks of the default group."""
-    return {kind: _try(calibrator, machine, size_bytes, dtype, kind) for kind in kinds}
+) -> tuple[dict[Kind, Trial], list[str]]:
+    """A region of each kind, its slices of `size_bytes`, compiled and timed on all ranks of the default group.
+
+    Where torch cannot compile (it may find no C++ compiler) there is no trial, but a note: the rest of a calibration is of use.
+    """
+    trials, notes = {}, []
+    for kind in kinds:
+        try:
+            trials[kind] = _try(calibrator, machine, size_bytes, dtype, kind)
+        except compile_error() as error:
+            notes.append(
+                f"{kind}: no region was tried out, as it did not compile: {str(error).strip().splitlines()[0]}"
+            )
+    return trials, notes
 
 
 def _try(calibrator: Calibrator, machine: Machine, size_bytes: int, dtype: torch.dtype, kind: Kind) -> Trial:
@@ -126,7 +138,6 @@ def _try(calibrator: Calibrator, machine: Machine, size_bytes: int, dtype: torch
 
 def with_margins(machine: Machine, trials: dict[Kind, Trial]) -> Machine:
     """The machine, on which a prediction has to gain no less than it was off by here."""
-    collectives = (
-        replace(measured, margin=min(trials[Kind(measured.kind)].shortfall, 0.9)) for measured in machine.collectives
-    )
+    shortfalls = {kind.value: min(trial.shortfall, MOST) for kind, trial in trials.items()}
+    collectives = (replace(measured, margin=shortfalls.get(measured.kind, 0.0)) for measured in machine.collectives)
     return replace(machine, collectives=tuple(collectives))

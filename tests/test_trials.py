@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,7 +113,8 @@ def test_one_way_is_left_alone_and_the_other_rewritten_with_the_schedule_that_is
 
     monkeypatch.setattr(Calibrator, "slowest_us", slowest_us)
     with fake_process_group(0, 2), record() as report:
-        found = try_regions(Calibrator(repeats=5), MACHINE, 65_536, torch.float32, [kind])
+        found, notes = try_regions(Calibrator(repeats=5), MACHINE, 65_536, torch.float32, [kind])
+    assert notes == []
     assert seen == [15]
     assert found[kind].measured == pytest.approx(0.4)
     plain, ours = report.records
@@ -126,3 +128,21 @@ def test_one_way_is_left_alone_and_the_other_rewritten_with_the_schedule_that_is
     assert found[kind].predicted == pytest.approx(1 - chosen.best.predicted_us / chosen.plain_us)
     assert f"{chosen.plain_us / 1e3:.4g} ms" in ours.reason, "predicted here as in the compile"
     assert f"{chosen.best.predicted_us / 1e3:.4g} ms" in ours.reason
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_is_noted_and_the_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(tmp_path / "no_compiler"),))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "nothing_compiled_yet"))
+    monkeypatch.setattr(Calibrator, "slowest_us", lambda self, runs, repeats: [10e3, 9e3])
+    with fake_process_group(0, 2):  # a sum is a kernel, which has to be compiled; a gather and its matmuls have none
+        found, (note,) = try_regions(
+            Calibrator(), MACHINE, 65_536, torch.float32, [Kind.REDUCE_SCATTER, Kind.ALL_GATHER]
+        )
+    assert set(found) == {Kind.ALL_GATHER}
+    assert note.startswith("reduce_scatter: no region was tried out, as it did not compile: ")
+    assert "no_compiler" in note
+    measured = {collective.kind: collective.margin for collective in with_margins(MACHINE, found).collectives}
+    assert measured["reduce_scatter"] == 0.0
