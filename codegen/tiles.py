@@ -51,7 +51,7 @@ _HOPPER = {
         Tile(64, 64, 64, 4, 4),
     ),
     "tf32": (Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
-    "fp32": (Tile(128, 64, 16, 8, 3), Tile(64, 64, 16, 4, 3)),
+    "fp32": (Tile(128, 64, 16, 8, 2), Tile(64, 64, 16, 8, 3)),
     "fp8": (Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)),
 }
 # By how the operands are multiplied: 16-bit types and tf32 and fp8 on tensor cores, fp32 ("ieee") on the usual ones.
@@ -70,7 +70,7 @@ _TABLE: dict[str, dict[str, tuple[Tile, ...]]] = {
     "sm_100": {
         **_HOPPER,
         "tf32": (Tile(128, 128, 32, 8, 4, plain=True), Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
-        "fp32": (Tile(64, 64, 16, 4, 3),),
+        "fp32": (Tile(64, 64, 16, 8, 3),),
         "fp8": (Tile(128, 256, 64, 8, 4, plain=True), Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4)),
     },
 }
