@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx import Graph, Node
 
 from ..schedule import Stream
-from .aliases import is_returned
+from .aliases import is_returned, memory_of
 from .attention import sliced_call
 from .fake_values import value_of
 from .regions import Region
@@ -220,14 +220,21 @@ class SliceWriter(ABC):
         return self.emit(name, aten.reshape.default, (joined, list(shape)), None, of=node)
 
     def blocks(self, joined: Node | None) -> dict[Node, Node]:
-        """The blocks of single ranks that are read outside, out of the joined tensor."""
+        """The blocks of single ranks that are read outside, out of the joined tensor.
+
+        One that the caller gets is a copy of its own, unless it is the only result in this memory or shared it before.
+        """
         whole, dim = self.site.gathered
         blocks = {}
+        returned = whole if is_returned(whole) else None
         for node, rank in self.region.blocks_read_outside():
             args = (joined, dim, *bounds(shape_of(whole), Cut(dim), Slices(self.site.ranks), rank))
             block = self.emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
-            if is_returned(node) and is_returned(whole):  # the caller got two tensors
-                block = self.emit(f"block_{node.name}", aten.clone.default, (block,), None, kwargs=_CONTIGUOUS, of=node)
+            if is_returned(node):
+                returned = returned or node
+                if memory_of(node, of_reshapes=False) is not memory_of(returned, of_reshapes=False):
+                    name, copy = f"block_{node.name}", aten.clone.default
+                    block = self.emit(name, copy, (block,), None, kwargs=_CONTIGUOUS, of=node)
             blocks[node] = self.with_strides_of(node, block)
         return blocks
 

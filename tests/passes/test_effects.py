@@ -125,6 +125,40 @@ def two_alike_joined(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return all_gather(x, 1, RANKS), all_gather(x, 1, RANKS)
 
 
+def blocks_that_are_copies(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    first, second = (block.clone() for block in all_gather(x @ w[:6], 0, RANKS).chunk(RANKS, 0))
+    return torch.cat([first, second], 0) * 2, first, second
+
+
+def blocks_that_are_copies_joined_along_columns(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    first, second = (block.clone() for block in all_gather(x @ w[:6], 0, RANKS).chunk(RANKS, 0))
+    return torch.cat([first, second], 1) * 2, first, second
+
+
+def blocks_that_are_views(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    gathered = all_gather(x @ w[:6], 0, RANKS)
+    return gathered * 2, *gathered.chunk(RANKS, 0)
+
+
+def a_view_and_a_copy(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    first, second = all_gather(x @ w[:6], 0, RANKS).chunk(RANKS, 0)
+    second = second.clone()
+    return torch.cat([first, second], 1) * 2, first, second, first.t()
+
+
+SEVERAL_BLOCKS = (
+    blocks_that_are_copies, blocks_that_are_copies_joined_along_columns, blocks_that_are_views, a_view_and_a_copy,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("function", SEVERAL_BLOCKS)
+def test_blocks_that_are_results_share_what_they_shared_before(function, m: int) -> None:
+    inputs = on_each_rank(RANKS, (4, 6), (12, 5))
+    report = assert_equivalent(capture(function, inputs[0]), inputs, Options(rewrite="always", slices_per_rank=m))
+    assert any(record.rewritten for record in report.records)
+
+
 @pytest.mark.parametrize("options", [ALWAYS, AUTO], ids=["always", "auto"])
 @pytest.mark.parametrize(
     "function",
