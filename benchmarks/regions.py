@@ -16,10 +16,10 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
 import fo_compiler
+from fo_compiler.torch_adapter import functional_collective
 
-# Names of torch 2.13 on, and before.
-all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+all_gather = functional_collective("all_gather_single")
+reduce_scatter = functional_collective("reduce_scatter_single")
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "chain")
 COMPUTES = ("standin", "matmul")

@@ -188,7 +188,7 @@ class Calibrator:
         """Fits of the links from each rank to the rank `shift` above, all of one shift at the same time."""
         tensors = [self._ones(size) for size in sizes]
         asked = [(shift, sent) for shift in shifts or range(1, self.ranks) for sent in tensors]
-        times = self._each_us([self._exchange(sent, shift) for shift, sent in asked], self.repeats)
+        times = self._each_us([self._exchange(sent, shift) for shift, sent in asked])
         links: dict[tuple[int, int], LinkFit] = {}
         for receiver, of_rank in enumerate(self._gathered(times)):
             samples: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -391,12 +391,12 @@ class Calibrator:
 
     def slowest_us(self, runs: Sequence[Run], repeats: int | None = None) -> list[float]:
         """The time of one of each of these, on the slowest rank: the median of the turns that they take."""
-        return self._slowest(self._each_us(runs, repeats or self.repeats))
+        return self._slowest(self._each_us(runs, repeats))
 
-    def _each_us(self, runs: Sequence[Run], repeats: int) -> list[float]:
+    def _each_us(self, runs: Sequence[Run], repeats: int | None = None) -> list[float]:
         """The same, on this rank."""
         times: list[list[float]] = [[] for _ in runs]
-        for turn in range(1 + repeats):
+        for turn in range(1 + (repeats or self.repeats)):
             for of_run, (run, count) in zip(times, runs, strict=True):
                 us = self._timed_us(run, count) / count
                 if turn > 0:  # the first one warms up

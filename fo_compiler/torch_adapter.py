@@ -102,6 +102,13 @@ def coalesces(group: ProcessGroup, device: torch.device) -> bool:
     return bool(group._get_backend(device).supports_coalescing)
 
 
+def functional_collective(name: str) -> Callable[..., Any]:
+    """A function of torch.distributed._functional_collectives (older than 2.11) by its name of torch 2.13, which renamed some."""
+    module = import_module("torch.distributed._functional_collectives")
+    found = getattr(module, name, None) or getattr(module, name.replace("_single", "_tensor"))
+    return cast(Callable[..., Any], found)
+
+
 def group_members() -> dict[str, list[int]]:
     """Name -> global ranks of every process group that this process is in (distributed_c10d._world, 2.11 to 2.14)."""
     import torch.distributed as dist

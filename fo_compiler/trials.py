@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from .schedule import FAMILIES, Kind
 from .schedule.choose import Choice, Region, choose
 from .schedule.machine import Machine
-from .torch_adapter import compile_error, with_own_code
+from .torch_adapter import compile_error, functional_collective, with_own_code
 
 if TYPE_CHECKING:
     from .calibration import Calibrator
@@ -31,15 +30,16 @@ COLUMNS = tuple(2**i for i in range(4, 12))  # of the side of the matmul that do
 TURNS = 3  # times the calibration's repeats
 MOST = 0.9  # of a margin
 
-# Names of torch 2.13 on, and before.
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+_all_gather = functional_collective("all_gather_single")
+_reduce_scatter = functional_collective("reduce_scatter_single")
+_all_reduce = functional_collective("all_reduce")
+_all_to_all = functional_collective("all_to_all_single")
 Program = Callable[[Tensor, Tensor, Any], Tensor]  # shards and a factor, and the group's name
 PROGRAMS: dict[Kind, Program] = {
     Kind.ALL_GATHER: lambda x, w, group: torch.mm(_all_gather(x, 0, group), w),
     Kind.REDUCE_SCATTER: lambda x, w, group: _reduce_scatter(torch.mm(x, w), "sum", 0, group),
-    Kind.ALL_REDUCE: lambda x, w, group: funcol.all_reduce(torch.mm(x, w), "sum", group),
-    Kind.ALL_TO_ALL: lambda x, w, group: torch.mm(funcol.all_to_all_single(x, None, None, group), w),
+    Kind.ALL_REDUCE: lambda x, w, group: _all_reduce(torch.mm(x, w), "sum", group),
+    Kind.ALL_TO_ALL: lambda x, w, group: torch.mm(_all_to_all(x, None, None, group), w),
 }
 
 

@@ -325,7 +325,7 @@ def first_factor(node: Node) -> Node:
 
 def slice_bytes_of(region: Region) -> float:
     """Bytes of one rank's share; in a chain of the larger of what arrives and what leaves."""
-    sizes = [_size_bytes(site.value) for site in region.sites]
+    sizes = [size_bytes_of(site.value) for site in region.sites]
     return float(max(sizes) * rank_share(region.site) // 1)
 
 
@@ -344,10 +344,11 @@ def _finish_us(region: Region, machine: Machine) -> float:
 
 def copied_us(node: Node, machine: Machine) -> float:
     """Time to copy a tensor."""
-    return machine.copy_us(_size_bytes(node))
+    return machine.copy_us(size_bytes_of(node))
 
 
-def _size_bytes(node: Node) -> int:
+def size_bytes_of(node: Node) -> int:
+    """Bytes of a tensor."""
     return prod(example_shape(node)) * tensor_of(node).element_size()
 
 

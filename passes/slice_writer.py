@@ -226,15 +226,17 @@ class SliceWriter(ABC):
         """
         whole, dim = self.site.gathered
         blocks = {}
-        returned = whole if is_returned(whole) else None
+        kept = memory_of(whole, of_reshapes=False) if is_returned(whole) else None
         for node, rank in self.region.blocks_read_outside():
             args = (joined, dim, *bounds(shape_of(whole), Cut(dim), Slices(self.site.ranks), rank))
             block = self.emit(f"block_{node.name}", aten.slice.Tensor, args, None, of=node)
             if is_returned(node):
-                returned = returned or node
-                if memory_of(node, of_reshapes=False) is not memory_of(returned, of_reshapes=False):
-                    name, copy = f"block_{node.name}", aten.clone.default
-                    block = self.emit(name, copy, (block,), None, kwargs=_CONTIGUOUS, of=node)
+                memory = memory_of(node, of_reshapes=False)
+                kept = kept or memory
+                if memory is not kept:
+                    block = self.emit(
+                        f"block_{node.name}", aten.clone.default, (block,), None, kwargs=_CONTIGUOUS, of=node
+                    )
             blocks[node] = self.with_strides_of(node, block)
         return blocks
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import isfinite
 
 from torch.fx import Graph, Node
 
 from ..options import Options
 from ..schedule import Kind, Schedule
 from ..schedule.choose import Choice, collective_us
-from .decide import Decision, decide, machine_of
+from .decide import Decision, decide, machine_of, size_bytes_of
 from .edit import Edit, c10d
 from .regions import Region, first_matmuls, ways_of
 from .separability import NotSeparable, example_shape, is_contiguous, tensor_of
@@ -122,9 +122,8 @@ def _judge(
     choices = [region.choice for region in regions if region.choice is not None]
     if len(choices) < len(regions):
         return 0.0, gather.reason
-    value = tensor_of(along.value)
-    machine = machine_of(options, value.device.type)
-    block_bytes = prod(example_shape(along.value)) * value.element_size() / along.ranks
+    machine = machine_of(options, tensor_of(along.value).device.type)
+    block_bytes = size_bytes_of(along.value) / along.ranks
     plain_us = sum(map(_compute_us, choices)) + collective_us(Kind.ALL_REDUCE, machine, along.ranks, block_bytes)
     split_us = sum(map(_predicted_us, choices))
     if scatter is None:

@@ -22,6 +22,7 @@ from fo_compiler.torch_adapter import (
     compile_with_inductor,
     configured_post_passes,
     fake_process_group,
+    functional_collective,
     group_members,
     group_timeout,
     inductor_option_names,
@@ -270,3 +271,17 @@ def test_a_function_with_code_of_its_own_is_compiled_however_often_the_same_code
         way = torch.compile(with_own_code(shifted), backend=lambda *args: backend(*args))
         assert torch.equal(way(torch.full((2,), float(i))), torch.full((2,), i + 1.0))
     assert len(compiled) == 12
+
+
+@pytest.mark.parametrize("names", [("all_gather_single", "all_gather_tensor"), ("all_reduce",)])
+def test_a_functional_collective_has_the_name_of_the_newer_torch(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an older torch the new name is absent."""
+    module = importlib.import_module("torch.distributed._functional_collectives")
+    for number, name in enumerate(names):
+        of_this_torch = object()
+        monkeypatch.setattr(module, name, of_this_torch, raising=False)
+        assert functional_collective(names[0]) is of_this_torch
+        if number + 1 < len(names):
+            monkeypatch.delattr(module, name)

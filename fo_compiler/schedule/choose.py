@@ -146,11 +146,11 @@ def collective_us(kind: Kind, machine: Machine, ranks: int, slice_bytes: float) 
     """Time of the plain collective: as the machine measured it, else the best of our own schedules without compute."""
     if ranks == 1:
         return 0.0
-    if kind is Kind.CHAIN:
-        return sum(collective_us(half, machine, ranks, slice_bytes) for half in kind.collectives)
-    kind = kind.collective
-    measured_us = machine.collective_us(kind, ranks, slice_bytes)
-    return _collective_us(kind, machine, ranks, slice_bytes) if measured_us is None else measured_us
+    total_us = 0.0
+    for collective in kind.collectives:
+        us = machine.collective_us(collective, ranks, slice_bytes)
+        total_us += _collective_us(collective, machine, ranks, slice_bytes) if us is None else us
+    return total_us
 
 
 @lru_cache(maxsize=256)

@@ -118,8 +118,8 @@ class Machine:
         if margin is not None:
             return margin
         names = {collective.value for kind in kinds for collective in kind.collectives}
-        found = (measured.margin for measured in self.collectives if measured.ranks == ranks and measured.kind in names)
-        return max(self.margin, *found, 0.0)
+        found = [measured.margin for measured in self.collectives if measured.ranks == ranks and measured.kind in names]
+        return max([self.margin, *found])
 
     def matmul_us(self, m: int, k: int, n: int, dtype: str = "bf16") -> float:
         """Time of one [M, K] @ [K, N], launch included."""

@@ -83,7 +83,7 @@ def test_what_disturbs_the_machine_for_a_while_is_in_a_few_turns_of_each_measure
 
     monkeypatch.setattr(Calibrator, "_timed_us", timed_us)
     with fake_process_group(0, 2):
-        assert Calibrator()._each_us([(print, 1 + i) for i in range(8)], repeats=5) == [10.0] * 8
+        assert Calibrator(repeats=5)._each_us([(print, 1 + i) for i in range(8)]) == [10.0] * 8
 
 
 def test_a_latency_is_never_below_zero() -> None:

@@ -24,6 +24,7 @@ from fo_compiler import Record
 from fo_compiler.passes.sites import is_collective
 from fo_compiler.runtime import ops
 from fo_compiler.runtime.ops import pending_transfers
+from fo_compiler.torch_adapter import functional_collective
 from tests.tapers import ragged
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -39,7 +40,7 @@ def gather_on_dim_0_then_cat(x: Tensor, dim: int, group: Any) -> Tensor:
 
 # Renamed in torch 2.13; the old names warn since.
 all_gather = getattr(funcol, "all_gather_single", None) or gather_on_dim_0_then_cat
-reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+reduce_scatter = functional_collective("reduce_scatter_single")
 
 CONFIG = LlamaConfig(vocab_size=48, dim=96, n_layers=1, n_heads=24, n_kv_heads=12, hidden_dim=48)
 BATCH, SEQ_LEN = 2, 24

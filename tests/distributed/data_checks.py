@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fo_compiler
 from fo_compiler import Record
-from fo_compiler.torch_adapter import TORCH_VERSION
+from fo_compiler.torch_adapter import TORCH_VERSION, functional_collective
 from tests.distributed.checks import (
     all_gather,
     assert_nothing_left,
@@ -25,8 +25,8 @@ from tests.distributed.checks import (
     shared,
 )
 
-gather_autograd = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
-scatter_autograd = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+gather_autograd = functional_collective("all_gather_single_autograd")
+scatter_autograd = functional_collective("reduce_scatter_single_autograd")
 
 
 def trains_as_eager(

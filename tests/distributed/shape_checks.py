@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -19,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fo_compiler
 from fo_compiler import Record
 from fo_compiler.runtime.ops import pending_transfers
+from fo_compiler.torch_adapter import functional_collective
 from tests.distributed.checks import assert_one_record_each, generating, local, ours, plain
 
 BATCH, SHARD, DIM = 2, 4, 8
@@ -60,7 +60,7 @@ class Scattered(nn.Module):
 
 
 # Renamed in torch 2.13; the old name warns since.
-scatter_with_gradient = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
+scatter_with_gradient = functional_collective("reduce_scatter_single_autograd")
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "sequence parallel": lambda: tensor_parallel(True),
